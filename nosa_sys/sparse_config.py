@@ -44,17 +44,11 @@ class SparseConfig:
             if value > 2**31 - 1:
                 raise ConfigError(f"{field.name}={value} must be < 2^31")
         if self.block_size % self.kernel_stride:
-            raise ConfigError(
-                f"block_size={self.block_size} must be a multiple of kernel_stride={self.kernel_stride}"
-            )
+            raise ConfigError(f"block_size={self.block_size} must be a multiple of kernel_stride={self.kernel_stride}")
         if self.kernel_size != 2 * self.kernel_stride:
-            raise ConfigError(
-                f"kernel_size={self.kernel_size} must be 2 x kernel_stride={2 * self.kernel_stride}"
-            )
+            raise ConfigError(f"kernel_size={self.kernel_size} must be 2 x kernel_stride={2 * self.kernel_stride}")
         if self.window_size % self.block_size:
-            raise ConfigError(
-                f"window_size={self.window_size} must be a multiple of block_size={self.block_size}"
-            )
+            raise ConfigError(f"window_size={self.window_size} must be a multiple of block_size={self.block_size}")
         if self.local_blocks < 1:
             raise ConfigError(f"window_size={self.window_size} must hold at least one block of {self.block_size}")
         if self.query_budget > self.topk:

