@@ -1,0 +1,119 @@
+"""Device timing: median of CUDA-graph replays with the L2 flushed before every launch.
+
+A graph holds ``copies`` times [flush, operation]; a second graph holds only the flushes. The difference, divided by
+``copies``, is the operation's time inside a graph, its launch gap included and the event and graph-launch cost not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median, 10th and 90th percentile of one operation, microseconds."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    n_replays: int
+
+
+def capture_graph(function: Callable[[], object], warmup: int = 3) -> torch.cuda.CUDAGraph:
+    """Warm up on a side stream (compiles kernels, fills allocators), then capture one call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warmup):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _replays_us(graph: torch.cuda.CUDAGraph, n_replays: int) -> list[float]:
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(n_replays)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def time_in_graph(
+    function: Callable[[], object], *, copies: int = 8, n_replays: int = 15, flush: bool = True
+) -> Timing:
+    """Time ``function`` (launches only, no host sync) by graph replays; see the module docstring."""
+    sink = torch.empty(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda") if flush else None
+
+    def flushes() -> None:
+        for _ in range(copies):
+            if sink is not None:
+                sink.fill_(1.0)
+
+    def flushes_and_function() -> None:
+        for _ in range(copies):
+            if sink is not None:
+                sink.fill_(1.0)
+            function()
+
+    whole = capture_graph(flushes_and_function)
+    _replays_us(whole, 2)
+    if sink is None:
+        times = [t / copies for t in _replays_us(whole, n_replays)]
+    else:
+        base = capture_graph(flushes)
+        _replays_us(base, 2)
+        base_us = sorted(_replays_us(base, n_replays))[n_replays // 2]
+        times = [(t - base_us) / copies for t in _replays_us(whole, n_replays)]
+    times.sort()
+    return Timing(times[len(times) // 2], times[len(times) // 10], times[-1 - len(times) // 10], n_replays)
+
+
+def time_eager(function: Callable[[], object], *, n_calls: int = 20, warmup: int = 3) -> Timing:
+    """Median of event-timed eager calls, for what a graph cannot hold (host-driven copies)."""
+    for _ in range(warmup):
+        function()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(n_calls):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    times.sort()
+    return Timing(times[len(times) // 2], times[len(times) // 10], times[-1 - len(times) // 10], n_calls)
+
+
+def device_copy_gbps(n_bytes: int = 4 * 2**30) -> float:
+    """Device-to-device copy rate, bytes read plus bytes written, GB/s: the HBM ceiling of this run."""
+    source = torch.randint(0, 255, (n_bytes // 2,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    timing = time_in_graph(lambda: target.copy_(source), copies=2, n_replays=9, flush=False)
+    return n_bytes / timing.median_us / 1e3
+
+
+def environment() -> dict[str, str]:
+    """Device, driver and versions, for the record beside every measured number."""
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "n_sms": str(properties.multi_processor_count),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+    }
