@@ -1,0 +1,92 @@
+"""Benchmark the kernels on their own case lists: GB/s, TFLOP/s, share of the ceiling measured in the same run.
+
+Bytes and FLOPs are counted from the case; baselines (torch or vendor) are timed beside where a case has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from nosa_sys.kernels.case import Case, Operation
+from nosa_sys.kernels.registry import OPERATION_MODULES, load_operation
+from nosa_sys.kernels.timing import Timing, device_copy_gbps, time_eager, time_in_graph
+
+HOST_LINK_OPERATIONS = ("block_fetch", "write_back")
+
+
+def ceilings() -> dict[str, float]:
+    """Rates that kernels are held against, GB/s, measured now: HBM copy (read + write), SM reads of pinned memory."""
+    from nosa_sys.kernels.block_fetch.ceiling import sm_read_ceiling_gbps
+
+    return {"device_copy_gbps": device_copy_gbps(), "sm_read_gbps": sm_read_ceiling_gbps()}
+
+
+def _timed(function: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> tuple[Timing, str]:
+    """Graph replays where the call can be captured, event-timed eager calls where it cannot."""
+    try:
+        return time_in_graph(lambda: function(inputs)), "graph"
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        if "capture" not in str(error).lower() and "graph" not in str(error).lower():
+            raise
+        return time_eager(lambda: function(inputs)), "eager"
+
+
+def bench_case(operation: Operation, case: Case, ceiling: dict[str, float], seed: int) -> dict[str, Any]:
+    """Time one case and its baselines; returns one flat row."""
+    generator = torch.Generator(device="cuda")
+    generator.manual_seed(seed)
+    inputs = operation.make_inputs(case, torch.device("cuda"), generator)
+    timing, mode = _timed(operation.launch or operation.fast, inputs)
+    n_bytes, flops = operation.bytes_moved(case, inputs), operation.flops(case, inputs)
+    link = operation.name in HOST_LINK_OPERATIONS
+    limit = ceiling["sm_read_gbps" if link else "device_copy_gbps"]
+    gbps = n_bytes / timing.median_us / 1e3
+    row: dict[str, Any] = {
+        "operation": operation.name,
+        "case": case.name,
+        "dtype": case.dtype,
+        "median_us": timing.median_us,
+        "p10_us": timing.p10_us,
+        "p90_us": timing.p90_us,
+        "mode": mode,
+        "bytes": n_bytes,
+        "flops": flops,
+        "gbps": gbps,
+        "tflops": flops / timing.median_us / 1e6,
+        "ceiling": "sm_read" if link else "device_copy",
+        "share_of_ceiling": gbps / limit,
+    }
+    for name, baseline in operation.baselines.items():
+        try:
+            base, base_mode = _timed(baseline, inputs)
+        except (RuntimeError, NotImplementedError) as error:
+            row[f"{name}_error"] = str(error).splitlines()[0][:120]
+            continue
+        row[f"{name}_us"], row[f"{name}_mode"] = base.median_us, base_mode
+    return row
+
+
+def bench_kernels(names: tuple[str, ...] = OPERATION_MODULES, *, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the ceilings first, then one row for every case marked ``bench``."""
+    ceiling = ceilings()
+    yield {"operation": "ceiling", **ceiling}
+    for name in names:
+        for operation in load_operation(name):
+            for index, case in enumerate(c for c in operation.cases() if "bench" in c.uses):
+                yield bench_case(operation, case, ceiling, seed + index)
+                torch.cuda.empty_cache()
+
+
+def linear_fit(n_bytes: list[int], times_us: list[float]) -> tuple[float, float]:
+    """Least-squares t = t0 + bytes / slope over measured points; returns (t0_us, slope in GB/s)."""
+    n = len(n_bytes)
+    mean_x, mean_y = sum(n_bytes) / n, sum(times_us) / n
+    covariance = math.fsum((x - mean_x) * (y - mean_y) for x, y in zip(n_bytes, times_us, strict=True))
+    variance = math.fsum((x - mean_x) ** 2 for x in n_bytes)
+    per_byte_us = covariance / variance
+    return mean_y - per_byte_us * mean_x, 1e-3 / per_byte_us
