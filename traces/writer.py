@@ -1,0 +1,212 @@
+"""TraceWriter: streams rows of a run into parquet parts, each renamed into place when it is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nosa_sys.errors import TraceError
+from nosa_sys.traces.perfetto import write_timeline_file
+from nosa_sys.traces.schema import META_FILE, REQUIRED_TABLES, SCHEMAS, TIMELINE_FILE, TraceMeta
+
+# Parts are flushed together in this order: a step counts as whole only when its `steps` row is on disk, so that
+# row goes last and everything else about the step is already there.
+_FLUSH_ORDER = ("prefill", "betas", "scores", "selections", "steps")
+
+
+def part_name(index: int) -> str:
+    return f"part-{index:05d}.parquet"
+
+
+class TraceWriter:
+    """Writes one trace directory; meta.json says ``complete: false`` until `close`.
+
+    As a context manager it closes the trace on success; after an exception the rows so far are kept on disk and
+    the trace stays incomplete, for `Trace.recover`.
+
+    Args:
+        directory: created when missing. A trace that is there already is refused unless ``overwrite``.
+        meta: the record to write; ``complete`` is ignored.
+        rows_per_part: every table is flushed when one of them has buffered this many rows.
+    """
+
+    def __init__(
+        self, directory: str | Path, meta: TraceMeta, *, rows_per_part: int = 65536, overwrite: bool = False
+    ) -> None:
+        if rows_per_part < 1:
+            raise TraceError(f"rows_per_part={rows_per_part} must be >= 1")
+        self.directory = Path(directory)
+        self.meta = dataclasses.replace(meta, complete=False)
+        self._rows_per_part = rows_per_part
+        self._buffers: dict[str, list[pa.RecordBatch]] = {name: [] for name in _FLUSH_ORDER}
+        self._buffered_rows = dict.fromkeys(_FLUSH_ORDER, 0)
+        self._n_parts = dict.fromkeys(_FLUSH_ORDER, 0)
+        self._steps_seen: set[int] = set()
+        self._closed = False
+        try:
+            self._prepare(overwrite)
+            self.meta.save(self.directory)
+        except OSError as error:
+            raise TraceError(f"cannot write a trace to {self.directory}: {error.strerror or error}") from None
+
+    def _prepare(self, overwrite: bool) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        old = [self.directory / name for name in (META_FILE, TIMELINE_FILE, *SCHEMAS)]
+        there = [path for path in old if path.exists()]
+        if there and not overwrite:
+            raise TraceError(f"{self.directory} already holds a trace ({there[0].name}); choose another or overwrite")
+        for path in there:  # meta.json is the first of them: from here on no reader takes the rest for a trace
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def add(self, table: str, columns: Mapping[str, Sequence[Any] | np.ndarray]) -> None:
+        """Append rows: ``columns`` maps each column of the table to equally many values.
+
+        List columns take a sequence of 1-d arrays. Nullable columns may be left out, or hold None or NaN (null).
+        Raises TraceError naming the table and column for unknown or missing columns, unequal lengths, other types,
+        and integers beyond the column's type.
+        """
+        if self._closed:
+            raise TraceError(f"trace {self.directory} is closed; no rows can be added")
+        if table not in SCHEMAS:
+            raise TraceError(f"unknown trace table {table!r}; known: {', '.join(SCHEMAS)}")
+        batch = _record_batch(table, columns)
+        if not batch.num_rows:
+            return
+        if table == "steps":
+            self._steps_seen.update(int(step) for step in np.asarray(columns["step"]))
+        self._buffers[table].append(batch)
+        self._buffered_rows[table] += batch.num_rows
+        if self._buffered_rows[table] >= self._rows_per_part:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered as one more part of each table that has rows."""
+        for table in _FLUSH_ORDER:
+            if self._buffers[table]:
+                self._write_part(table, pa.Table.from_batches(self._buffers[table], schema=SCHEMAS[table]))
+                self._buffers[table] = []
+                self._buffered_rows[table] = 0
+
+    def close(self, **meta_changes: Any) -> None:
+        """Flush and mark the trace complete; keyword arguments replace meta fields (sequences, n_steps, ...).
+
+        ``n_steps`` defaults to the number of distinct steps added to the ``steps`` table. Closing twice is harmless.
+        """
+        if self._closed:
+            return
+        self.flush()
+        for table in REQUIRED_TABLES:
+            if not self._n_parts[table]:
+                self._write_part(table, SCHEMAS[table].empty_table())
+        changes = {"n_steps": len(self._steps_seen), **meta_changes, "complete": True}
+        try:
+            self.meta = dataclasses.replace(self.meta, **changes)
+        except TypeError as error:
+            raise TraceError(f"trace meta: {error}") from None
+        TraceMeta.from_dict(self.meta.to_dict())
+        self.meta.save(self.directory)
+        self._closed = True
+
+    def write_timeline(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Write ``timeline.json.gz`` (Chrome trace events), whole or not at all."""
+        write_timeline_file(self.directory / TIMELINE_FILE, events)
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            self.flush()
+            self._closed = True
+
+    def _write_part(self, table: str, rows: pa.Table) -> None:
+        folder = self.directory / table
+        path = folder / part_name(self._n_parts[table])
+        partial = path.with_name(path.name + ".partial")
+        try:
+            folder.mkdir(exist_ok=True)
+            pq.write_table(rows, partial, compression="zstd", write_page_checksum=True)
+            with open(partial, "rb+") as handle:
+                os.fsync(handle.fileno())
+            os.replace(partial, path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise TraceError(f"cannot write {path}: {error.strerror or error}") from None
+        self._n_parts[table] += 1
+
+
+def _record_batch(table: str, columns: Mapping[str, Sequence[Any] | np.ndarray]) -> pa.RecordBatch:
+    schema = SCHEMAS[table]
+    unknown = [name for name in columns if name not in schema.names]
+    if unknown:
+        raise TraceError(f"trace table {table}: unknown column {unknown[0]!r}; known: {', '.join(schema.names)}")
+    missing = [field.name for field in schema if field.name not in columns and not field.nullable]
+    if missing:
+        raise TraceError(f"trace table {table}: column {missing[0]!r} is missing")
+    lengths = {name: len(values) for name, values in columns.items()}
+    n_rows = next(iter(lengths.values()))
+    for name, length in lengths.items():
+        if length != n_rows:
+            raise TraceError(f"trace table {table}: column {name!r} has {length} rows, the first one {n_rows}")
+    arrays = [
+        pa.nulls(n_rows, field.type)
+        if field.name not in columns
+        else _column(f"trace table {table}, column {field.name!r}", columns[field.name], field)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _column(where: str, values: Sequence[Any] | np.ndarray, field: pa.Field) -> pa.Array:
+    if pa.types.is_list(field.type):
+        lists = [np.asarray(v) for v in values]
+        if any(v.ndim != 1 for v in lists):
+            raise TraceError(f"{where}: every entry must be a one-dimensional list")
+        offsets = np.zeros(len(lists) + 1, dtype=np.int64)
+        np.cumsum([len(v) for v in lists], out=offsets[1:])
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise TraceError(f"{where}: {offsets[-1]} list values in one call exceed 2^31 - 1; add fewer rows at once")
+        filled = [v for v in lists if len(v)]
+        flat = np.concatenate(filled) if filled else np.zeros(0, dtype=field.type.value_type.to_pandas_dtype())
+        inner = _flat(where, flat, field.type.value_type, False)
+        return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), inner)
+    return _flat(where, values, field.type, field.nullable)
+
+
+def _flat(where: str, values: Sequence[Any] | np.ndarray, kind: pa.DataType, nullable: bool) -> pa.Array:
+    if pa.types.is_floating(kind):
+        try:
+            numbers = np.asarray(values, dtype=np.float64)  # None becomes NaN
+        except (TypeError, ValueError):
+            raise TraceError(f"{where}: values must be numbers") from None
+        mask = np.isnan(numbers) if nullable else None
+        return pa.array(numbers.astype(kind.to_pandas_dtype()), type=kind, mask=mask)
+    data = np.asarray(values)
+    if not len(data):
+        return pa.array([], type=kind)
+    if pa.types.is_boolean(kind):
+        if data.dtype != np.bool_:
+            raise TraceError(f"{where}: values must be true or false, not {data.dtype}")
+        return pa.array(data, type=kind)
+    if data.dtype.kind not in "iu":
+        raise TraceError(f"{where}: values must be whole numbers without nulls, not {data.dtype}")
+    limits = np.iinfo(kind.to_pandas_dtype())
+    if data.min() < limits.min or data.max() > limits.max:
+        raise TraceError(f"{where}: value {data.min()} or {data.max()} is outside [{limits.min}, {limits.max}]")
+    return pa.array(data.astype(kind.to_pandas_dtype()), type=kind)
