@@ -1,0 +1,83 @@
+"""Block-sparse decode attention over device slots, with the eviction score as a bias (paper section 3).
+
+out = softmax(q . k / sqrt(D) + beta) . v over the tokens of the selected blocks. The bias is added after the scaling,
+in natural-log units. The log-sum-exp is returned too, so that parts computed apart can be merged exactly.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nosa_sys.kernels.numerics import acc_dtype
+
+
+def sparse_decode_attention(
+    q: Tensor,
+    slots: Tensor,
+    slot_betas: Tensor | None,
+    slot_rows: Tensor,
+    block_ids: Tensor,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the selected blocks of each (sequence, KV head).
+
+    q [batch, q_head, head_dim] roped; slots [slot_row, 2, block, head_dim]; slot_betas [slot_row, block] or None;
+    slot_rows int64 and block_ids int32 [batch, kv_head, k], -1 in either skips the entry; lengths [batch], context
+    tokens. Token ``offset`` of a block is valid when block_id * block + offset < length. A block id given twice is
+    attended once. Invalid tokens and slots that are not named may hold anything, NaN included.
+    Returns out [batch, q_head, head_dim] in q's type and lse [batch, q_head] in float32 (float64 for float64); a row
+    without a valid token gives zeros and -inf. Differentiable in q, slots and slot_betas.
+    """
+    dtype = acc_dtype(q, slots)
+    batch, n_q_heads, head_dim = q.shape
+    n_kv_heads, block_size = slot_rows.shape[1], slots.shape[2]
+
+    used = (slot_rows >= 0) & (block_ids >= 0)
+    columns = used.flatten(0, 1).any(0)
+    if not columns.all():  # short contexts pad the selection: do not gather what nobody reads
+        used, slot_rows, block_ids = used[..., columns], slot_rows[..., columns], block_ids[..., columns]
+    n_blocks = slot_rows.shape[2]
+    ids = torch.where(used, block_ids, -1)
+    same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
+    first = ~torch.tril(same, diagonal=-1).any(-1)
+    tokens = ids.unsqueeze(-1) * block_size + torch.arange(block_size, device=q.device)
+    valid = (tokens < lengths.view(-1, 1, 1, 1)) & (used & first).unsqueeze(-1)
+
+    rows = slot_rows.clamp(min=0).flatten()
+    kv = slots.index_select(0, rows).to(dtype)
+    # A weight of zero does not silence NaN (0 * NaN = NaN), forward in V and backward in K.
+    entry, offset = (~valid).view(-1, block_size).nonzero(as_tuple=True)
+    if entry.numel():
+        kv[entry, :, offset] = 0.0
+    keys, values = kv.unbind(1)
+
+    grouped = q.to(dtype).view(batch, n_kv_heads, 1, -1, head_dim) / math.sqrt(head_dim)
+    grouped = grouped.expand(-1, -1, n_blocks, -1, -1).flatten(0, 2)
+    scores = torch.bmm(grouped, keys.transpose(1, 2))
+    if slot_betas is not None:
+        scores = scores + slot_betas.index_select(0, rows).to(dtype).unsqueeze(1)
+    scores = scores.masked_fill(~valid.view(-1, 1, block_size), -math.inf)
+    scores = scores.view(batch, n_kv_heads, n_blocks, -1, block_size)
+
+    lse = scores.logsumexp((2, 4))
+    floor = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - -inf) would be NaN in a row without valid tokens
+    weights = (scores - floor[:, :, None, :, None]).exp()
+    parts = torch.bmm(weights.flatten(0, 2), values)
+    out = parts.view(batch, n_kv_heads, n_blocks, -1, head_dim).sum(2)
+    return out.reshape(batch, n_q_heads, head_dim).to(q.dtype), lse.reshape(batch, n_q_heads)
+
+
+def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over two disjoint sets of tokens, exactly.
+
+    out [batch, q_head, head_dim] and lse [batch, q_head] of each part. Returns (out in out_a's type, lse). A part
+    without tokens (lse -inf) counts for nothing; two such parts give zeros and -inf.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    floor = lse.masked_fill(lse == -math.inf, 0.0)
+    weight_a, weight_b = (lse_a - floor).exp().unsqueeze(-1), (lse_b - floor).exp().unsqueeze(-1)
+    merged = weight_a * out_a.to(lse.dtype) + weight_b * out_b.to(lse.dtype)
+    return merged.to(out_a.dtype), lse
