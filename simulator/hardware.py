@@ -1,0 +1,180 @@
+"""Hardware profiles: bundles of numbers with a source each, loaded by name or from a directory.
+
+A bundle is ``meta.json`` (what the device is, how far to trust it) and ``models.json`` (one entry for each number:
+``{"value": ..., "source": "..."}``). A missing or unknown entry is an error, never an invention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nosa_sys.errors import HardwareError
+from nosa_sys.simulator.rates import LinkSharing
+
+PROFILE_SCHEMA_VERSION = 1
+PROFILE_STATUSES = ("measured", "validated", "projected")
+MAX_PROFILE_BYTES = 2**20
+_BUILT_IN = Path(__file__).parent / "profiles"
+
+# null in models.json: "not limited by this" for speeds and memory; for h2d_gbps "the caller has to give it".
+_MAY_BE_NULL = (
+    "h2d_gbps",
+    "d2h_gbps",
+    "hbm_gbps",
+    "gemm_weight_gbps",
+    "gemm_tflops",
+    "gpu_memory_bytes",
+    "host_memory_bytes",
+)
+_POSITIVE = (*_MAY_BE_NULL, "duplex_factor", "beside_compute_factor")
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """Numbers of one machine. GB/s are decimal; ``inf`` means that the thing costs nothing or has no limit.
+
+    h2d and d2h: one transfer of n bytes alone on the link takes ``fixed_us + n / gbps``.
+    """
+
+    name: str
+    device: str
+    status: str
+    h2d_fixed_us: float
+    h2d_gbps: float | None
+    d2h_fixed_us: float
+    d2h_gbps: float
+    duplex_factor: float
+    beside_compute_factor: float
+    hbm_gbps: float
+    gemm_weight_gbps: float
+    gemm_tflops: float
+    topk_fixed_us: float
+    topk_us_per_element: float
+    host_per_layer_us: float
+    host_per_step_us: float
+    gpu_memory_bytes: float
+    host_memory_bytes: float
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def sharing(self) -> LinkSharing:
+        return LinkSharing(self.duplex_factor, self.beside_compute_factor)
+
+    @property
+    def link_gbps(self) -> float:
+        """Host-to-device bandwidth; HardwareError where neither the profile nor the caller gave one."""
+        if self.h2d_gbps is None:
+            raise HardwareError(f"hardware {self.name} has no link bandwidth of its own; give --h2d-gbps (h2d_gbps=)")
+        return self.h2d_gbps
+
+    def with_h2d_gbps(self, h2d_gbps: float | None) -> HardwareProfile:
+        """The same machine at another host-to-device bandwidth; None leaves it as it is."""
+        if h2d_gbps is None:
+            return self
+        value = check_gbps(h2d_gbps)
+        sources = {**self.sources, "h2d_gbps": "given by the caller"}
+        return dataclasses.replace(self, h2d_gbps=value, sources=sources)
+
+
+def check_gbps(value: Any) -> float:
+    """A bandwidth that a user gave, as a float; HardwareError unless it is finite and above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise HardwareError(f"h2d_gbps={value!r} must be a finite number of GB/s above 0")
+    return float(value)
+
+
+def known_profiles() -> list[str]:
+    """Names of the profiles that ship with the package."""
+    return sorted(p.parent.name for p in _BUILT_IN.glob("*/meta.json"))
+
+
+def load_hardware(hardware: str | Path | HardwareProfile) -> HardwareProfile:
+    """A profile by its name, by the directory of its bundle, or itself.
+
+    Raises HardwareError naming the file and the key at fault.
+
+    >>> load_hardware("ideal").status
+    'projected'
+    """
+    if isinstance(hardware, HardwareProfile):
+        return hardware
+    directory = _BUILT_IN / str(hardware) if str(hardware) in known_profiles() else Path(hardware)
+    if not directory.is_dir():
+        raise HardwareError(
+            f"unknown hardware {str(hardware)!r}; known: {', '.join(known_profiles())}, or the directory of a bundle"
+        )
+    return _parse(_read(directory / "meta.json"), _read(directory / "models.json"), directory)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise HardwareError(f"hardware profile: {path} is missing")
+    if path.stat().st_size > MAX_PROFILE_BYTES:
+        raise HardwareError(f"{path} has {path.stat().st_size} bytes, more than the limit of {MAX_PROFILE_BYTES}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        raise HardwareError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise HardwareError(f"{path} must hold a JSON object")
+    return data
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _parse(meta: dict[str, Any], models: dict[str, Any], directory: Path) -> HardwareProfile:
+    where = directory / "meta.json"
+    if meta.get("schema_version") != PROFILE_SCHEMA_VERSION:
+        raise HardwareError(
+            f"{where}: schema_version={meta.get('schema_version')!r} must be {PROFILE_SCHEMA_VERSION}; "
+            "profile the device again or upgrade nosa-sys"
+        )
+    _need_keys(meta, ("schema_version", "name", "device", "status", "notes"), where)
+    for key in ("name", "device"):
+        if not isinstance(meta[key], str):
+            raise HardwareError(f"{where}: {key}={meta[key]!r} must be a text")
+    if meta["status"] not in PROFILE_STATUSES:
+        raise HardwareError(f"{where}: status={meta['status']!r} must be one of {', '.join(PROFILE_STATUSES)}")
+    where = directory / "models.json"
+    not_numbers = ("name", "device", "status", "sources")
+    numbers = tuple(f.name for f in dataclasses.fields(HardwareProfile) if f.name not in not_numbers)
+    _need_keys(models, numbers, where)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for key in numbers:
+        entry = models[key]
+        if not isinstance(entry, dict) or set(entry) != {"value", "source"} or not isinstance(entry["source"], str):
+            raise HardwareError(f'{where}: {key} must be {{"value": number, "source": "text"}}')
+        values[key], sources[key] = _number(key, entry["value"], where), entry["source"]
+    profile = HardwareProfile(meta["name"], meta["device"], meta["status"], **values, sources=sources)
+    try:
+        _ = profile.sharing
+    except HardwareError as error:
+        raise HardwareError(f"{where}: {error}") from None
+    return profile
+
+
+def _need_keys(data: dict[str, Any], keys: tuple[str, ...], where: Path) -> None:
+    for key in data:
+        if key not in keys:
+            raise HardwareError(f"{where}: unknown key {key!r}; known: {', '.join(keys)}")
+    for key in keys:
+        if key not in data:
+            raise HardwareError(f"{where}: key {key!r} is missing")
+
+
+def _number(key: str, value: Any, where: Path) -> float | None:
+    if value is None and key in _MAY_BE_NULL:
+        return None if key == "h2d_gbps" else math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise HardwareError(f"{where}: {key}={value!r} must be a finite number")
+    if value < 0 or (value == 0 and key in _POSITIVE):
+        raise HardwareError(f"{where}: {key}={value!r} must be {'above 0' if key in _POSITIVE else '>= 0'}")
+    return float(value)
