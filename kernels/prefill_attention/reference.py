@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from nosa_sys.errors import CapacityError
 from nosa_sys.kernels.block_pooling.reference import pool_windows
 from nosa_sys.kernels.block_selection.reference import Selection, select_blocks, select_everything
 from nosa_sys.kernels.numerics import acc_dtype
@@ -38,9 +39,16 @@ def prefill_selection(
 
     q [tokens, q_head, head_dim] roped; key_means [kv_head, window, head_dim] and beta_means [kv_head, window] of the
     context up to the last query at least (later windows are not looked at). Returns a Selection whose batch dimension
-    is the token; see ``select_blocks``, also for errors: the row named is the position.
+    is the token; see ``select_blocks``, also for errors: the row named is the position. Raises CapacityError when
+    windows are lacking.
     """
     n_tokens, n_kv_heads = q.shape[0], key_means.shape[0]
+    needed = cfg.n_windows(first_position + n_tokens)
+    if min(key_means.shape[1], beta_means.shape[1]) < needed:
+        raise CapacityError(
+            f"{key_means.shape[1]} key means and {beta_means.shape[1]} beta means do not cover the "
+            f"{first_position + n_tokens} tokens of context; give all {needed} windows"
+        )
     last_blocks = cfg.n_blocks(first_position + n_tokens)
     width = last_blocks if method.dense else cfg.topk
     positions = torch.arange(first_position, first_position + n_tokens, device=q.device)
@@ -118,32 +126,36 @@ def _attend_chunk(
     dtype = acc_dtype(q, k)
     n_queries, group, head_dim = q.shape
     end = position + n_queries
-    positions = torch.arange(position, end, device=q.device)
+    positions = torch.arange(position, end, device=q.device).unsqueeze(1)
     if block_ids is None:
         tokens = torch.arange(end, device=q.device)
-        keys, values, bias = k[:end], v[:end], None if beta is None else beta[:end]
-        visible = tokens <= positions.unsqueeze(1)
+        keys, values = k[:end], v[:end]
+        bias = None if beta is None else beta[:end].to(dtype)
+        blind = torch.zeros(n_queries, 1, dtype=torch.bool, device=q.device)
     else:
         n_blocks = -(-end // block_size)
-        # Padding goes to one spare column that is cut off, as do blocks that lie after the chunk.
-        column = torch.where((block_ids >= 0) & (block_ids < n_blocks), block_ids, n_blocks).long()
+        # Padding goes to one spare column that is cut off, as do blocks that lie after the query.
+        column = torch.where((block_ids >= 0) & (block_ids * block_size <= positions), block_ids, n_blocks)
         member = torch.zeros(n_queries, n_blocks + 1, dtype=torch.bool, device=q.device)
-        member = member.scatter_(1, column, True)[:, :n_blocks]
+        member = member.scatter_(1, column.long(), True)[:, :n_blocks]
         union = member.any(0).nonzero().squeeze(1)
         tokens = (union.unsqueeze(1) * block_size + torch.arange(block_size, device=q.device)).flatten()
-        tokens = tokens[tokens < end]
-        keys, values = k.index_select(0, tokens), v.index_select(0, tokens)
-        bias = None if beta is None else beta.index_select(0, tokens)
-        of_blocks = member[:, union].repeat_interleave(block_size, dim=1)[:, : tokens.numel()]
-        visible = of_blocks & (tokens <= positions.unsqueeze(1))
+        rows = tokens.clamp(max=end - 1)  # the rest of the last block is hidden by causality
+        keys, values = k.index_select(0, rows), v.index_select(0, rows)
+        # A row of -inf alone has no softmax: a query without blocks sees everything, and is zeroed at the end.
+        blind = ~member.any(1, keepdim=True)
+        bias = torch.zeros(n_queries, len(union), dtype=dtype, device=q.device)
+        bias = bias.masked_fill_(~member[:, union] & ~blind, -math.inf).unsqueeze(2)
+        own = torch.zeros(1, block_size, dtype=dtype, device=q.device) if beta is None else beta.index_select(0, rows)
+        bias = (bias + own.to(dtype).view(-1, block_size)).flatten(1)
 
-    hidden = ~visible
-    blind = hidden.all(1, keepdim=True)
-    # A row of -inf alone has no softmax: a query that sees nothing sees everything instead, and is zeroed at the end.
-    hidden = hidden & ~blind
-    added = torch.zeros(1, tokens.numel(), dtype=dtype, device=q.device) if bias is None else bias.to(dtype)[None]
-    added = added.expand(n_queries, -1).masked_fill(hidden, -math.inf)
-    scaled = q.to(dtype).transpose(0, 1) / math.sqrt(head_dim)
-    scores = torch.baddbmm(added.expand(group, -1, -1), scaled, keys.to(dtype).T.expand(group, -1, -1))
-    out = torch.bmm(scores.softmax(-1), values.to(dtype).expand(group, -1, -1))
-    return out.transpose(0, 1).masked_fill(blind.unsqueeze(-1), 0.0).to(q.dtype)
+    scaled = (q.to(dtype) / math.sqrt(head_dim)).transpose(0, 1).flatten(0, 1)
+    scores = (scaled @ keys.to(dtype).T).view(group, n_queries, -1)
+    if bias is not None:
+        scores = scores.add_(bias)
+    # Tokens are ascending: only the last of them can lie after a query.
+    first_hidden = int(torch.searchsorted(tokens, position, right=True))
+    hidden = (tokens[first_hidden:] > positions) & ~blind
+    scores[..., first_hidden:].masked_fill_(hidden, -math.inf)
+    out = scores.softmax(-1).flatten(0, 1) @ values.to(dtype)
+    return out.view(group, n_queries, head_dim).transpose(0, 1).masked_fill(blind.unsqueeze(-1), 0.0).to(q.dtype)

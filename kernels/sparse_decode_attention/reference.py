@@ -34,6 +34,7 @@ def sparse_decode_attention(
     dtype = acc_dtype(q, slots)
     batch, n_q_heads, head_dim = q.shape
     n_kv_heads, block_size = slot_rows.shape[1], slots.shape[2]
+    group = n_q_heads // n_kv_heads
 
     used = (slot_rows >= 0) & (block_ids >= 0)
     columns = used.flatten(0, 1).any(0)
@@ -54,19 +55,19 @@ def sparse_decode_attention(
         kv[entry, :, offset] = 0.0
     keys, values = kv.unbind(1)
 
-    grouped = q.to(dtype).view(batch, n_kv_heads, 1, -1, head_dim) / math.sqrt(head_dim)
+    grouped = q.to(dtype).view(batch, n_kv_heads, 1, group, head_dim) / math.sqrt(head_dim)
     grouped = grouped.expand(-1, -1, n_blocks, -1, -1).flatten(0, 2)
     scores = torch.bmm(grouped, keys.transpose(1, 2))
     if slot_betas is not None:
         scores = scores + slot_betas.index_select(0, rows).to(dtype).unsqueeze(1)
     scores = scores.masked_fill(~valid.view(-1, 1, block_size), -math.inf)
-    scores = scores.view(batch, n_kv_heads, n_blocks, -1, block_size)
+    scores = scores.view(batch, n_kv_heads, n_blocks, group, block_size)
 
     lse = scores.logsumexp((2, 4))
     floor = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - -inf) would be NaN in a row without valid tokens
     weights = (scores - floor[:, :, None, :, None]).exp()
     parts = torch.bmm(weights.flatten(0, 2), values)
-    out = parts.view(batch, n_kv_heads, n_blocks, -1, head_dim).sum(2)
+    out = parts.view(batch, n_kv_heads, n_blocks, group, head_dim).sum(2)
     return out.reshape(batch, n_q_heads, head_dim).to(q.dtype), lse.reshape(batch, n_q_heads)
 
 
