@@ -1,0 +1,158 @@
+"""Copies of whole KV blocks between pinned host memory and device slots by a few persistent CTAs (UVA).
+
+Every block is one contiguous run (K and V adjacent), moved as 32-bit words whatever its dtype. A run is cut into
+chunks, and a tile of ``chunks_per_tile`` chunks is what one CTA has in flight: 512 threads with four 16-byte loads
+each at the defaults. Tiles go round-robin over the CTAs, so 16 CTAs keep the link full from 64 runs of 32 KiB on.
+
+Floor: bytes / (rate at which SMs read pinned memory, ``ceiling.py``) plus one launch and one PCIe round trip, about
+3 us. Knobs worth scanning: n_ctas (4 to 32), num_warps (8, 16), chunk_bytes (4 to 16 KiB), chunks_per_tile (2, 4, 8).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nosa_sys.errors import CapacityError, ConfigError
+
+DEFAULT_CTAS = 16
+_WORD_BYTES = 4
+# Loads are 16 bytes wide, so every run has to start and end on such a boundary.
+_RUN_ALIGNMENT_BYTES = 16
+
+
+@triton.jit(do_not_specialize=["n_pairs", "n_source_rows", "n_target_rows"])
+def copy_runs_kernel(
+    source,
+    target,
+    source_rows,
+    target_rows,
+    count,
+    n_pairs,
+    n_source_rows,
+    n_target_rows,
+    RUN_WORDS: tl.constexpr,
+    CHUNK_WORDS: tl.constexpr,
+    CHUNKS_PER_TILE: tl.constexpr,
+):
+    """target[target_rows[i]] = source[source_rows[i]] for i below count; a row outside its pool skips its pair."""
+    CHUNKS_PER_RUN: tl.constexpr = (RUN_WORDS + CHUNK_WORDS - 1) // CHUNK_WORDS
+    words = tl.arange(0, CHUNK_WORDS)
+    chunk = tl.program_id(0) * CHUNKS_PER_TILE + tl.arange(0, CHUNKS_PER_TILE)
+    step = tl.num_programs(0) * CHUNKS_PER_TILE
+    # Row numbers of the next tile are always on their way while this tile's data crosses the link; the first ones
+    # do not wait for the count either.
+    pair = chunk // CHUNKS_PER_RUN
+    listed = pair < n_pairs
+    source_row = tl.load(source_rows + pair, mask=listed, other=-1)
+    target_row = tl.load(target_rows + pair, mask=listed, other=-1)
+    n = n_pairs
+    if count is not None:
+        n = tl.minimum(tl.load(count), n_pairs)
+    first = tl.program_id(0) * CHUNKS_PER_TILE
+    for _ in range(first, n * CHUNKS_PER_RUN, step):
+        wanted = (pair < n) & (source_row >= 0) & (source_row < n_source_rows)
+        wanted = wanted & (target_row >= 0) & (target_row < n_target_rows)
+        word = (chunk % CHUNKS_PER_RUN)[:, None] * CHUNK_WORDS + words[None, :]
+        inside = wanted[:, None]
+        if RUN_WORDS % CHUNK_WORDS != 0:
+            inside = inside & (word < RUN_WORDS)
+        # Skipped pairs point at row 0, so that no address is ever formed from a bad row number.
+        from_row = tl.where(wanted, source_row, 0).to(tl.int64) * RUN_WORDS
+        to_row = tl.where(wanted, target_row, 0).to(tl.int64) * RUN_WORDS
+        data = tl.load(source + (from_row[:, None] + word), mask=inside, cache_modifier=".cg")
+        chunk += step
+        pair = chunk // CHUNKS_PER_RUN
+        listed = pair < n_pairs
+        source_row = tl.load(source_rows + pair, mask=listed, other=-1)
+        target_row = tl.load(target_rows + pair, mask=listed, other=-1)
+        tl.store(target + (to_row[:, None] + word), data, mask=inside)
+
+
+@triton.jit
+def stream_read_kernel(source, sink, n_tiles, TILE_WORDS: tl.constexpr):
+    """Read ``n_tiles`` tiles of words and keep one combined tile a program, so that no load can be dropped."""
+    words = tl.arange(0, TILE_WORDS)
+    combined = tl.zeros([TILE_WORDS], dtype=tl.int32)
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        combined ^= tl.load(source + (tile.to(tl.int64) * TILE_WORDS + words), cache_modifier=".cg")
+    tl.store(sink + (tl.program_id(0) * TILE_WORDS + words), combined)
+
+
+def run_words(source: Tensor, target: Tensor, source_name: str, target_name: str) -> int:
+    """Words of one run; ConfigError unless both pools are contiguous, of one type, block shape and alignment."""
+    if source.dtype != target.dtype or source.shape[1:] != target.shape[1:]:
+        raise ConfigError(
+            f"{source_name} blocks are {source.dtype} {tuple(source.shape[1:])}, {target_name} blocks "
+            f"{target.dtype} {tuple(target.shape[1:])}; both pools must be of one type and block shape"
+        )
+    for name, pool in ((source_name, source), (target_name, target)):
+        if not pool.is_contiguous():
+            raise ConfigError(f"the {name} pool has strides {pool.stride()}; blocks must be contiguous runs")
+        if pool.data_ptr() % _RUN_ALIGNMENT_BYTES:
+            raise ConfigError(f"the {name} pool starts at an address that is no multiple of {_RUN_ALIGNMENT_BYTES}")
+    run_bytes = source[0].numel() * source.element_size() if source.shape[0] else 0
+    if run_bytes % _RUN_ALIGNMENT_BYTES:
+        raise ConfigError(
+            f"a block of {tuple(source.shape[1:])} {source.dtype} takes {run_bytes} bytes, no multiple of "
+            f"{_RUN_ALIGNMENT_BYTES}; use a larger block or head size"
+        )
+    return run_bytes // _WORD_BYTES
+
+
+def chunk_words(words: int, chunk_bytes: int) -> int:
+    """Words of a chunk: the largest power of two up to ``chunk_bytes`` that divides the run, down to 2 KiB; where
+    none does, ``chunk_bytes`` itself, its last chunk masked."""
+    limit = chunk_bytes // _WORD_BYTES
+    size = limit
+    while size >= 512:
+        if words % size == 0:
+            return size
+        size //= 2
+    return min(limit, triton.next_power_of_2(words))
+
+
+def copy_runs(
+    source: Tensor,
+    target: Tensor,
+    source_rows: Tensor,
+    target_rows: Tensor,
+    count: Tensor | None = None,
+    *,
+    names: tuple[str, str] = ("source", "target"),
+    n_ctas: int = DEFAULT_CTAS,
+    num_warps: int = 16,
+    chunk_bytes: int = 8192,
+    chunks_per_tile: int = 4,
+) -> None:
+    """Launch the copy on the current stream; nothing is read back, so a graph can hold it.
+
+    source and target [row, 2, block, head_dim], each on the device or in pinned host memory; source_rows and
+    target_rows int64 [n] and count int32 [1] on the device (None: all n). Pairs with a row outside its pool (-1 by
+    convention) are skipped. Raises ConfigError for pools that do not match, CapacityError for a list past 2^31 chunks.
+    """
+    n_pairs = source_rows.numel()
+    words = run_words(source, target, *names)
+    if n_pairs == 0 or words == 0 or target.shape[0] == 0:
+        return
+    size = chunk_words(words, chunk_bytes)
+    n_chunks = n_pairs * -(-words // size)
+    if n_chunks + n_ctas * chunks_per_tile >= 2**31:
+        raise CapacityError(f"a list of {n_pairs} runs needs {n_chunks} chunks, past 2^31; split the list")
+    grid = (max(1, min(n_ctas, -(-n_chunks // chunks_per_tile))),)
+    copy_runs_kernel[grid](
+        source.view(torch.int32),
+        target.view(torch.int32),
+        source_rows,
+        target_rows,
+        count,
+        n_pairs,
+        source.shape[0],
+        target.shape[0],
+        RUN_WORDS=words,
+        CHUNK_WORDS=size,
+        CHUNKS_PER_TILE=chunks_per_tile,
+        num_warps=num_warps,
+    )
