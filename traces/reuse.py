@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,7 +125,7 @@ def stack_distances(uses: BlockUses, block_size: int) -> StackDistances:
     stream_of_block = np.repeat(np.arange(streams.n_streams), np.diff(uses.first_block))
     by_time = np.argsort(time, kind="stable")
     bounds = np.searchsorted(time[by_time], np.arange(int(time.max(initial=-1)) + 2))
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds.tolist()):
         entries = by_time[begin:end]
         asked = entries[apart[entries]]
         if len(asked):
