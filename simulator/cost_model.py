@@ -1,0 +1,90 @@
+"""From blocks and sizes to durations: the cost of every part of a step, each alone on the machine.
+
+The table of formulas with their sources is in docs/simulator.md. Bandwidths are decimal GB/s, so bytes over
+``gbps * 1e3`` are microseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nosa_sys.methods import get_method
+from nosa_sys.model_shape import ModelShape
+from nosa_sys.simulator.hardware import HardwareProfile
+from nosa_sys.simulator.invariants import require
+from nosa_sys.simulator.step_times import Floats, StepCosts
+from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.traces.miss_table import LayerStepMisses
+
+KEY_MEAN_BYTES = 4  # compressed keys are fp32 means
+_BYTES_PER_US = 1e3  # of one GB/s
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of one model under one sparse configuration on one machine.
+
+    ``host_block_bytes`` is what a missed block moves, ``device_block_bytes`` what attention reads of one.
+    """
+
+    hardware: HardwareProfile
+    shape: ModelShape
+    sparse: SparseConfig
+    method: str
+    host_block_bytes: int
+    device_block_bytes: int
+
+    def select_us(self, context_tokens: np.ndarray) -> Floats:
+        """Scores over the compressed keys and the top-k over blocks of one layer, [step].
+
+        ``context_tokens`` is summed over the step's sequences. One top-k for the query-aware picks and one for the
+        fill, each only where the method has such picks; nothing for dense attention.
+        """
+        method = get_method(self.method)
+        if method.dense:
+            return np.zeros(len(context_tokens))
+        hardware, heads = self.hardware, self.shape.n_kv_heads
+        windows = context_tokens / self.sparse.kernel_stride
+        key_bytes = windows * heads * self.shape.head_dim * KEY_MEAN_BYTES
+        n_forced = self.sparse.n_forced
+        passes = int(method.query_aware_picks(self.sparse, n_forced) > 0) + int(method.fill(self.sparse, n_forced) > 0)
+        elements = context_tokens / self.sparse.block_size * heads
+        top_k = hardware.topk_fixed_us + hardware.topk_us_per_element * elements
+        return key_bytes / (hardware.hbm_gbps * _BYTES_PER_US) + passes * top_k
+
+    def matrix_us(self, parameters: int, n_sequences: np.ndarray) -> Floats:
+        """Matrices read once and multiplied with one row a sequence: the slower of the two bounds, [step]."""
+        read = parameters * self.shape.dtype_bytes / (self.hardware.gemm_weight_gbps * _BYTES_PER_US)
+        multiply = 2.0 * parameters * n_sequences / (self.hardware.gemm_tflops * 1e6)
+        return np.maximum(read, multiply)
+
+    def step_costs(self, loads: LayerStepMisses) -> StepCosts:
+        """Costs of every step of a workload, arrays [step, layer]."""
+        hardware = self.hardware
+        shape = loads.misses.shape
+        require(shape[1] == self.shape.n_layers, f"{shape[1]} layers of misses for a model of {self.shape.n_layers}")
+        h2d_bytes = loads.misses.astype(np.int64) * self.host_block_bytes
+        d2h_bytes = loads.filled_blocks.astype(np.int64) * self.host_block_bytes
+        attended_bytes = loads.attended_blocks * float(self.device_block_bytes)
+
+        def per_layer(values: Floats | float) -> Floats:
+            column = np.broadcast_to(np.asarray(values, dtype=np.float64), shape[0])
+            return np.broadcast_to(column[:, None], shape)
+
+        return StepCosts(
+            host_us=per_layer(hardware.host_per_layer_us),
+            select_us=per_layer(self.select_us(loads.context_tokens.astype(np.float64))),
+            h2d_fixed_us=np.where(h2d_bytes > 0, hardware.h2d_fixed_us, 0.0),
+            h2d_us=h2d_bytes / (hardware.link_gbps * _BYTES_PER_US),
+            attention_us=attended_bytes / (hardware.hbm_gbps * _BYTES_PER_US),
+            gemm_us=per_layer(self.matrix_us(self.shape.layer_params, loads.n_sequences)),
+            d2h_fixed_us=np.where(d2h_bytes > 0, hardware.d2h_fixed_us, 0.0),
+            d2h_us=d2h_bytes / (hardware.d2h_gbps * _BYTES_PER_US),
+            step_host_us=np.full(shape[0], hardware.host_per_step_us),
+            tail_us=self.matrix_us(self.shape.vocab_size * self.shape.hidden_size, loads.n_sequences),
+            h2d_bytes=h2d_bytes,
+            d2h_bytes=d2h_bytes,
+            sharing=hardware.sharing,
+        )

@@ -1,0 +1,207 @@
+"""Locality model: seeded synthetic selections for contexts, models and budgets that were never captured.
+
+Every stream (sequence, layer, KV head) has units of 64 tokens. A unit's query-aware score at step t is
+
+    popularity + slow(t) + fast(t)
+
+with ``popularity`` constant ~ N(0, popularity_spread), ``slow`` an AR(1) process of unit variance with
+``slow_correlation`` between steps, and ``fast`` white ~ N(0, fast_spread x exp(N(0, stream_spread))), the last
+factor drawn once a stream. Its beta is constant ~ N(0, 1), correlated with popularity by ``beta_correlation``.
+A block of several units takes their maximum; units split by smaller blocks keep ``part_correlation`` among their
+parts. The blocks are then selected by the very rule that traces are selected by, and pass through the same slot
+caches, so k, k_e, block size, context, slots and policy act as they do on a trace.
+
+Fit of the default parameters: see `LocalityModel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from nosa_sys.errors import CapacityError, ConfigError
+from nosa_sys.methods import Method, get_method
+from nosa_sys.model_shape import ModelShape
+from nosa_sys.simulator.workload import SequenceHistory
+from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.traces.policies import get_policy
+from nosa_sys.traces.reuse import block_uses
+from nosa_sys.traces.rows import SelectionRows
+from nosa_sys.traces.selection import select_blocks_np
+from nosa_sys.traces.slot_cache import SlotCache
+
+UNIT_TOKENS = 64
+MAX_SCORES = 2**33  # scores drawn for one sequence; above this a mistyped context or step count would run for hours
+
+
+@dataclass(frozen=True)
+class LocalityModel:
+    """Parameters of the score processes; see the module for their meaning. ConfigError names one out of range."""
+
+    popularity_spread: float = 1.0
+    slow_correlation: float = 0.98
+    fast_spread: float = 0.5
+    stream_spread: float = 0.4
+    beta_correlation: float = 0.3
+    part_correlation: float = 0.5
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            low, high = (-1.0, 1.0) if field.name == "beta_correlation" else (0.0, math.inf)
+            if field.name in ("slow_correlation", "part_correlation"):
+                high = 1.0
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"locality model: {field.name}={value!r} must lie in [{low:g}, {high:g}]")
+            if not math.isfinite(value):
+                raise ConfigError(f"locality model: {field.name}={value!r} must be finite")
+
+
+class _Scores:
+    """Score processes of ``n_streams`` x ``n_units``; `next_step` draws the scores [stream, unit] of one step."""
+
+    def __init__(self, model: LocalityModel, n_streams: int, n_units: int, rng: np.random.Generator) -> None:
+        self._model, self._rng = model, rng
+        shape = (n_streams, n_units)
+        standard = rng.standard_normal(shape)
+        self._popularity = standard * model.popularity_spread
+        own = math.sqrt(1.0 - model.beta_correlation**2)
+        self.betas = model.beta_correlation * standard + own * rng.standard_normal(shape)
+        self._slow = rng.standard_normal(shape)
+        self._fast = model.fast_spread * np.exp(model.stream_spread * rng.standard_normal((n_streams, 1)))
+
+    def next_step(self) -> np.ndarray:
+        scores = self._popularity + self._slow + self._fast * self._rng.standard_normal(self._slow.shape)
+        kept = self._model.slow_correlation
+        self._slow = kept * self._slow + math.sqrt(1.0 - kept**2) * self._rng.standard_normal(self._slow.shape)
+        return scores
+
+
+class _BlockScores:
+    """Scores and betas of blocks of any size, from units of UNIT_TOKENS."""
+
+    def __init__(
+        self, model: LocalityModel, n_streams: int, tokens: int, block_size: int, rng: np.random.Generator
+    ) -> None:
+        part = math.gcd(UNIT_TOKENS, block_size)
+        self._parts_per_unit, self._parts_per_block = UNIT_TOKENS // part, block_size // part
+        self._n_blocks = -(-tokens // block_size)
+        n_units = -(-self._n_blocks * block_size // UNIT_TOKENS)
+        self._shared = math.sqrt(model.part_correlation)
+        self._own_share = math.sqrt(1.0 - model.part_correlation)
+        self._units = _Scores(model, n_streams, n_units, rng)
+        split = self._parts_per_unit > 1
+        self._parts = _Scores(model, n_streams, n_units * self._parts_per_unit, rng) if split else None
+        self.betas = self._pooled(self._units.betas, None if self._parts is None else self._parts.betas)
+
+    def next_step(self) -> np.ndarray:
+        """Scores [stream, block] of the next step."""
+        return self._pooled(self._units.next_step(), None if self._parts is None else self._parts.next_step())
+
+    def _pooled(self, units: np.ndarray, parts: np.ndarray | None) -> np.ndarray:
+        if parts is not None:
+            units = self._shared * np.repeat(units, self._parts_per_unit, axis=1) + self._own_share * parts
+        if self._parts_per_block == 1:
+            return units
+        used = units[:, : self._n_blocks * self._parts_per_block]
+        return used.reshape(len(units), self._n_blocks, self._parts_per_block).max(axis=2)
+
+
+@dataclass(frozen=True)
+class SyntheticSelections:
+    """Selections of one synthetic sequence: rows as a trace has them, and the betas ``[stream, block]`` behind them."""
+
+    rows: SelectionRows
+    betas: np.ndarray
+    n_layers: int
+    n_kv_heads: int
+    block_size: int
+
+    def history(self, slots: int, policy: str) -> SequenceHistory:
+        """Pass the selections through slot caches; misses by the counting rules of traces."""
+        uses = block_uses(self.rows)
+        stream = np.repeat(np.arange(len(self.betas)), np.diff(uses.first_block))
+        cache = SlotCache(
+            uses,
+            slots=slots,
+            policy=get_policy(policy),
+            block_size=self.block_size,
+            pooled_betas=self.betas[stream, uses.block_ids],
+        )
+        shape = (self.n_layers, self.n_kv_heads, -1)
+        misses = cache.run().reshape(shape).transpose(2, 0, 1)
+        selected = uses.rows.n_selected.reshape(shape).transpose(2, 0, 1)
+        n_steps = misses.shape[0]
+        position = uses.rows.position[:n_steps].astype(np.int64)
+        return SequenceHistory(position, uses.rows.cold[:n_steps], misses, selected)
+
+
+def synthetic_positions(context: int, steps: int, seed: int, sequence: int) -> np.ndarray:
+    """Positions [step] of one sequence: it begins at ``context`` tokens less a drawn phase (none for sequence 0)."""
+    rng = np.random.default_rng([seed, sequence, 1])
+    phase = int(rng.integers(UNIT_TOKENS)) if sequence else 0
+    return max(0, context - 1 - phase) + np.arange(steps, dtype=np.int64)
+
+
+def synthetic_selections(
+    shape: ModelShape,
+    sparse: SparseConfig,
+    method: str,
+    *,
+    context: int,
+    steps: int,
+    model: LocalityModel,
+    seed: int = 0,
+    sequence: int = 0,
+) -> SyntheticSelections:
+    """Select for every step, layer and KV head of one sequence; scores do not depend on budgets or method.
+
+    The first step is the cold one. Raises CapacityError for a request of absurd size.
+    """
+    variant = get_method(method)
+    variant.check(sparse)
+    positions = synthetic_positions(context, steps, seed, sequence)
+    n_streams = shape.n_layers * shape.n_kv_heads
+    if n_streams * steps * (int(positions[-1]) // sparse.kernel_stride + 1) > MAX_SCORES:
+        raise CapacityError(
+            f"context={context} x steps={steps} x {n_streams} heads is too much for the locality model; lower steps"
+        )
+    rng = np.random.default_rng([seed, sequence, 0])
+    scores = _BlockScores(model, n_streams, int(positions[-1]) + 1, sparse.block_size, rng)
+    selected = np.stack([_select(scores, int(p), sparse, variant) for p in positions])
+    return SyntheticSelections(
+        _as_rows(selected, positions, shape, sequence), scores.betas, shape.n_layers, shape.n_kv_heads, sparse.block_size
+    )
+
+
+def _select(scores: _BlockScores, position: int, sparse: SparseConfig, method: Method) -> np.ndarray:
+    n_blocks = position // sparse.block_size + 1
+    return select_blocks_np(scores.next_step(), scores.betas, n_blocks, sparse, method)[0]
+
+
+def _as_rows(selected: np.ndarray, positions: np.ndarray, shape: ModelShape, sequence: int) -> SelectionRows:
+    """Rows sorted by (layer, kv_head, step) from block ids [step, stream, k]."""
+    steps, n_streams, _ = selected.shape
+    by_stream = selected.transpose(1, 0, 2)
+    present = by_stream >= 0
+    n_rows = steps * n_streams
+    offsets = np.concatenate([[0], np.cumsum(present.sum(axis=2).reshape(-1))])
+    stream = np.repeat(np.arange(n_streams), steps)
+    step = np.tile(np.arange(steps), n_streams)
+    return SelectionRows(
+        step=step.astype(np.int32),
+        position=np.tile(positions, n_streams).astype(np.int32),
+        sequence=np.full(n_rows, sequence, dtype=np.int32),
+        layer=(stream // shape.n_kv_heads).astype(np.int16),
+        kv_head=(stream % shape.n_kv_heads).astype(np.int16),
+        n_misses=np.zeros(n_rows, dtype=np.int32),
+        h2d_bytes=np.zeros(n_rows, dtype=np.int64),
+        gamma=np.full(n_rows, np.nan),
+        cold=step == 0,
+        block_ids=by_stream[present],
+        origins=np.zeros(offsets[-1], dtype=np.int8),
+        offsets=offsets,
+    )

@@ -1,0 +1,179 @@
+"""Workload: the misses of every step and layer, from a trace's own situation or drawn for another one.
+
+The rules for another situation: sequences beyond the recorded ones are recorded ones with seeded time offsets, layers
+map by relative depth, KV heads cyclically. Each rule used is written down in ``rules``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nosa_sys.errors import CapacityError, ConfigError, TraceError
+from nosa_sys.methods import get_method
+from nosa_sys.model_shape import ModelShape
+from nosa_sys.simulator.memory import MemoryUse, memory_use
+from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.traces.miss_table import LayerStepMisses, MissTable
+
+MAX_CELLS = 2**28  # of [step, layer] tables: above this a mistyped batch or step count would fill memory
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A situation ready to be priced. ``own_situation``: exactly what was recorded or replayed, nothing drawn."""
+
+    loads: LayerStepMisses
+    shape: ModelShape
+    sparse: SparseConfig
+    method: str
+    slots: int
+    policy: str
+    host_block_bytes: int
+    device_block_bytes: int
+    batch: int
+    context_tokens: int
+    own_situation: bool
+    rules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not len(self.loads):
+            raise TraceError("the workload has no decode step; capture at least one generated token")
+        if not get_method(self.method).dense and self.slots < self.sparse.topk:
+            raise CapacityError(f"slots={self.slots} must be >= topk={self.sparse.topk}, the blocks of one step")
+
+    def memory(self) -> MemoryUse:
+        return memory_use(
+            self.shape,
+            self.sparse,
+            self.method,
+            slots=self.slots,
+            batch=self.batch,
+            context_tokens=self.context_tokens,
+            host_block_bytes=self.host_block_bytes,
+            device_block_bytes=self.device_block_bytes,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """The resolved values that a reader of the prediction needs."""
+        return {
+            "model_shape": self.shape.name,
+            "method": self.method,
+            "sparse": self.sparse.to_dict(),
+            "k_e": self.sparse.k_e,
+            "slots": self.slots,
+            "policy": self.policy,
+            "batch": self.batch,
+            "context_tokens": self.context_tokens,
+            "block_bytes": self.host_block_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class SequenceHistory:
+    """One sequence's rows: ``position`` and ``cold`` [step]; ``n_misses`` and ``n_selected`` [step, layer, kv_head]."""
+
+    position: np.ndarray
+    cold: np.ndarray
+    n_misses: np.ndarray
+    n_selected: np.ndarray
+
+    def for_shape(self, shape: ModelShape) -> SequenceHistory:
+        """Sums over the KV heads of another model, kept as one head: [step, layer', 1]."""
+        _, layers, heads = self.n_misses.shape
+        layer = ((np.arange(shape.n_layers) + 0.5) * layers / shape.n_layers).astype(np.int64)
+        repeats = np.bincount(np.arange(shape.n_kv_heads) % heads, minlength=heads)
+
+        def mapped(values: np.ndarray) -> np.ndarray:
+            return (values.astype(np.int64) @ repeats)[:, layer, None]
+
+        return SequenceHistory(self.position, self.cold, mapped(self.n_misses), mapped(self.n_selected))
+
+    def rows_at(self, n_steps: int, offset: int) -> np.ndarray:
+        """Rows to play at steps 0..n_steps-1: the cold row first where there is one, then warm rows from ``offset`` on.
+
+        The warm rows start over at their end.
+        """
+        warm = np.flatnonzero(~self.cold)
+        lead = np.flatnonzero(self.cold)[:1]
+        n_warm = n_steps - len(lead)
+        if n_warm > 0 and not len(warm):
+            raise ConfigError(
+                f"steps={n_steps} needs more than the cold row that sequences of this trace have; "
+                "capture at least 2 tokens"
+            )
+        return np.concatenate([lead, warm[(offset + np.arange(max(0, n_warm))) % max(1, len(warm))]])[:n_steps]
+
+
+def histories_of(table: MissTable) -> list[SequenceHistory]:
+    """Split a miss table by sequence, in ascending id. TraceError where a step lacks a layer or head."""
+    found = []
+    per_step = table.n_layers * table.n_kv_heads
+    for sequence in np.unique(table.sequence):
+        rows = np.flatnonzero(table.sequence == sequence)
+        n_steps = len(np.unique(table.step[rows]))
+        complete = len(rows) == n_steps * per_step
+        cells = table.layer[rows].astype(np.int64) * table.n_kv_heads + table.kv_head[rows]
+        if not complete or not np.array_equal(cells, np.tile(np.arange(per_step), n_steps)):
+            raise TraceError(
+                f"sequence {sequence} has {len(rows)} rows for {n_steps} steps of {table.n_layers} layers x "
+                f"{table.n_kv_heads} KV heads; another batch or model needs every one of them"
+            )
+        shape = (n_steps, table.n_layers, table.n_kv_heads)
+        found.append(
+            SequenceHistory(
+                table.position[rows][::per_step].astype(np.int64),
+                table.cold[rows].reshape(n_steps, -1).any(axis=1),
+                table.n_misses[rows].reshape(shape),
+                table.n_selected[rows].reshape(shape),
+            )
+        )
+    return found
+
+
+def draw_loads(
+    histories: list[SequenceHistory],
+    shape: ModelShape,
+    *,
+    batch: int,
+    steps: int,
+    block_size: int,
+    dense: bool,
+    rng: np.random.Generator,
+) -> LayerStepMisses:
+    """Play ``batch`` sequences side by side for ``steps`` steps.
+
+    The first sequences are the histories themselves; each further one is a history (in turn) whose warm rows start at
+    a drawn offset, so that births and misses of copies are not in step.
+    """
+    if batch < 1 or steps < 1:
+        raise ConfigError(f"batch={batch} and steps={steps} must be >= 1")
+    if steps * shape.n_layers > MAX_CELLS:
+        raise CapacityError(f"steps={steps} x {shape.n_layers} layers exceed {MAX_CELLS} cells; lower steps")
+    mapped = [h.for_shape(shape) for h in histories]
+    cells = (steps, shape.n_layers)
+    misses, filled, attended = (np.zeros(cells, dtype=np.int64) for _ in range(3))
+    context, cold = np.zeros(steps, dtype=np.int64), np.zeros(steps, dtype=np.bool_)
+    for index in range(batch):
+        history = mapped[index % len(mapped)]
+        n_warm = int((~history.cold).sum())
+        offset = int(rng.integers(n_warm)) if index >= len(mapped) and n_warm else 0
+        rows = history.rows_at(steps, offset)
+        misses += history.n_misses[rows, :, 0]
+        attended += history.n_selected[rows, :, 0]
+        position = history.position[rows]
+        context += position + 1
+        cold |= history.cold[rows]
+        if not dense:
+            filled += (((position + 1) % block_size == 0) * shape.n_kv_heads)[:, None]
+    return LayerStepMisses(
+        steps=np.arange(steps, dtype=np.int32),
+        n_sequences=np.full(steps, batch, dtype=np.int32),
+        misses=misses,
+        filled_blocks=filled,
+        attended_blocks=attended,
+        context_tokens=context,
+        cold=cold,
+    )
