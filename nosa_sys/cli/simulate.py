@@ -1,0 +1,137 @@
+"""``nosa simulate``: the step time that a trace would have on given hardware."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nosa_sys.cli import console as out
+from nosa_sys.cli.budgets import resolve_budgets
+from nosa_sys.cli.options import (
+    BudgetFlags,
+    CacheFlags,
+    ConfigFile,
+    DryRun,
+    JsonFlag,
+    Overwrite,
+    Seed,
+    field_names,
+    grouped,
+)
+from nosa_sys.cli.outputs import check_output, whole_directory
+from nosa_sys.cli.replay import resolve_cache
+from nosa_sys.cli.settings import Settings, read_yaml_mapping
+from nosa_sys.errors import ConfigError
+from nosa_sys.model_shape import ModelShape
+from nosa_sys.traces.schema import TraceMeta
+
+NAME = "simulate"
+_OWN_KEYS = ("hardware", "model_shape", "context", "batch", "steps", "schedule", "h2d_gbps", "engine", "seed")
+
+
+@grouped
+def command(
+    trace: Annotated[Path, typer.Argument(metavar="DIR", help="The trace whose misses drive the model.")],
+    budgets: BudgetFlags,
+    cache: CacheFlags,
+    hardware: Annotated[str | None, typer.Option("--hardware", help="Profile name or bundle directory.")] = None,
+    model_shape: Annotated[str | None, typer.Option("--model-shape", help="Preset or config.json.")] = None,
+    context: Annotated[int | None, typer.Option("--context", help="Context length in tokens.", min=1)] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Sequences decoded together.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Decode steps to simulate.", min=1)] = None,
+    schedule: Annotated[str | None, typer.Option("--schedule", help="serial.")] = None,
+    h2d_gbps: Annotated[float | None, typer.Option("--h2d-gbps", help="Link bandwidth, GB = 1e9 bytes.")] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="recurrence (fast) or simpy.")] = None,
+    timeline: Annotated[Path | None, typer.Option("--timeline", help="Write Chrome trace events (json.gz).")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Also write DIR/prediction.json for reports.")] = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    json: JsonFlag = False,
+) -> None:
+    """Price a trace on hardware: step time, exposed and hidden transfers, tokens/s, what limits it.
+
+    Example: [bold]nosa simulate out/trace --hardware h200-provisional --model-shape nosa-8b --batch 32[/bold]
+    """
+    known = [*field_names(BudgetFlags, CacheFlags), *_OWN_KEYS]
+    settings = Settings(read_yaml_mapping(config, known) if config else {})
+    settings.note("trace", str(trace), "flag")
+    meta = TraceMeta.load(trace)
+    hardware_name, origin = settings.find("hardware", hardware, str)
+    if hardware_name is None:
+        raise ConfigError("--hardware is missing; give a profile name (nosa ls shows them) or a bundle directory")
+    settings.note("hardware", hardware_name, str(origin))
+    sparse = resolve_budgets(budgets, settings, meta.sparse, "trace")
+    shape_name = settings.pick("model_shape", model_shape, meta.model.name, "trace")
+    shape = meta.model if shape_name == meta.model.name else ModelShape.resolve(shape_name)
+    method = settings.pick("method", cache.method, meta.method, "trace")
+    changed = sparse != meta.sparse or method != meta.method
+    slots, policy = resolve_cache(settings, cache, meta, sparse, method)
+    kept = not changed and slots == meta.slots
+    arguments: dict[str, Any] = {
+        "hardware": hardware_name,
+        "model_shape": None if shape == meta.model else shape,
+        "context": _optional(settings, "context", context, int, "trace"),
+        "batch": _optional(settings, "batch", batch, int, "trace"),
+        "steps": _optional(settings, "steps", steps, int, "trace"),
+        "schedule": settings.pick("schedule", schedule, "serial"),
+        "sparse": sparse if changed else None,
+        "method": method if changed else None,
+        "slots": None if kept else slots,
+        "policy": None if kept and policy == meta.policy else policy,
+        "h2d_gbps": _optional(settings, "h2d_gbps", h2d_gbps, float, "hardware profile"),
+        "engine": settings.pick("engine", engine, "recurrence"),
+        "seed": settings.pick("seed", seed, 0),
+    }
+    settings.note("bytes per block", f"{shape.kv_block_bytes(sparse.block_size):,}", "derived")
+    settings.banner(out.stderr(), f"simulate {trace}")
+    if out_dir is not None:
+        check_output(out_dir, overwrite=overwrite)
+    if timeline is not None:
+        check_output(timeline, overwrite=overwrite)
+    if dry_run:
+        if json:
+            out.print_json({"options": settings.to_dict(), "dry_run": True})
+        return
+    from nosa_sys.simulator.simulate import simulate  # after the settings: scipy and simpy take their time
+
+    prediction = simulate(trace, **arguments, timeline=timeline).to_dict()
+    document = {"kind": "prediction", "trace": str(trace), **prediction, "options": settings.to_dict()}
+    if out_dir is not None:
+        with whole_directory(out_dir, overwrite=overwrite) as partial:
+            text = json_module.dumps(out.plain(document), indent=1, allow_nan=False)
+            (partial / "prediction.json").write_text(text + "\n", encoding="utf-8")
+    out.human(json).print(summary_table(document))
+    if json:
+        out.print_json(document)
+
+
+def _optional(settings: Settings, name: str, flag: Any, kind: type, default_text: str) -> Any:
+    """A setting whose absence means 'as there'."""
+    value, origin = settings.find(name, flag, kind)
+    if value is None:
+        settings.note(name, f"as in the {default_text}", "default")
+        return None
+    return settings.note(name, value, str(origin))
+
+
+def summary_table(document: dict[str, Any]) -> Any:
+    """One prediction as a table of figures."""
+    names = (
+        ("step time, us", "step_time_us"),
+        ("step time p50, us", "step_time_p50_us"),
+        ("step time p90, us", "step_time_p90_us"),
+        ("tokens/s, aggregate", "tokens_per_s"),
+        ("tokens/s per sequence", "tokens_per_s_per_sequence"),
+        ("H2D bytes per step", "h2d_bytes_per_step"),
+        ("H2D exposed, us", "h2d_exposed_us"),
+        ("H2D hidden, us", "h2d_hidden_us"),
+        ("link utilisation", "link_utilisation"),
+        ("limited by", "limited_by"),
+    )
+    rows = [(text, document[key]) for text, key in names if key in document]
+    return out.table(f"prediction ({document['status']})", ("figure", "value"), rows)

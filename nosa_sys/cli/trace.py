@@ -1,0 +1,71 @@
+"""``nosa trace check``: does a trace, ours or foreign, keep its own rules and the locality bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nosa_sys.cli import console as out
+from nosa_sys.cli.options import JsonFlag
+from nosa_sys.traces.check import check_trace
+from nosa_sys.traces.reader import Trace
+
+app = typer.Typer(help="Work on trace directories.", no_args_is_help=True)
+_SHOWN_PROBLEMS = 20
+
+
+@app.callback()
+def _root() -> None:
+    """Work on trace directories."""
+
+
+@app.command("check")
+def check(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A trace directory.")],
+    allow_incomplete: Annotated[
+        bool, typer.Option("--allow-incomplete", help="Recover the whole steps of a killed run.")
+    ] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Verify schema, ids, budgets, counting rules and the locality theorem; exit 1 when a row breaks a rule.
+
+    Example: [bold]nosa trace check out/trace[/bold]
+    """
+    trace = Trace.recover(directory) if allow_incomplete else Trace.open(directory)
+    document = check_document(trace)
+    console = out.human(json)
+    for note in document["notes"]:
+        console.print(f"note: {note}")
+    if document["n_problems"]:
+        rows = [(p["table"], str(p["row"]), p["rule"], p["detail"]) for p in document["problems"]]
+        console.print(out.table(f"{document['n_problems']} problems", ("table", "row", "rule", "detail"), rows))
+    else:
+        console.print(f"{document['n_rows']:,} rows keep every rule")
+    console.print(out.facts("", [(key, _text(value)) for key, value in document["facts"].items()]))
+    if json:
+        out.print_json(document)
+    if document["n_problems"]:
+        raise typer.Exit(1)
+
+
+def check_document(trace: Trace) -> dict[str, Any]:
+    """The check's outcome, JSON-ready; at most the first problems are listed, all are counted."""
+    report = check_trace(trace)
+    return {
+        "kind": "trace_check",
+        "ok": not report.problems,
+        "n_rows": report.n_rows,
+        "n_problems": len(report.problems),
+        "problems": [
+            {"table": p.table, "row": p.row, "rule": p.rule, "detail": p.detail}
+            for p in report.problems[:_SHOWN_PROBLEMS]
+        ],
+        "facts": dict(report.facts),
+        "notes": list(trace.notes),
+    }
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else out.number(value)

@@ -1,0 +1,51 @@
+"""The numbers at the top of the page."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nosa_sys.report.inputs import ReportInputs
+from nosa_sys.report.trace_figures import guaranteed_floor
+
+
+def headline_numbers(inputs: ReportInputs) -> list[tuple[str, str]]:
+    """(value, what it says): gamma against its floor, misses, what a hot buffer saves, measured and projected speed."""
+    numbers: list[tuple[str, str]] = []
+    for source in inputs.traces[:1]:
+        rows = source.trace.selections
+        gamma = rows.gamma[np.isfinite(rows.gamma)]
+        floor = guaranteed_floor(source)
+        if len(gamma):
+            promised = f", {floor:.3g} guaranteed" if floor is not None else ""
+            numbers.append((f"{gamma.mean():.3f}", f"mean gamma{promised}; lowest seen {gamma.min():.3f}"))
+        warm = ~rows.cold
+        if warm.any():
+            numbers.append(
+                (
+                    f"{rows.n_misses[warm].mean():.2f}",
+                    f"blocks loaded per head and step, of {source.trace.meta.sparse.topk}",
+                )
+            )
+        speed = source.capture.get("tokens_per_s_per_sequence")
+        if isinstance(speed, (int, float)):
+            numbers.append((f"{speed:.1f} tok/s", f"per sequence, measured on {source.trace.meta.device}"))
+    ratios = {
+        (replay.get("policy"), round(float(replay["slots_over_k"]), 2)): replay.get("misses_per_head_step")
+        for replay in inputs.replays[::-1]
+        if replay.get("slots_over_k") is not None
+    }
+    exact, spare = ratios.get(("exact", 1.0)), ratios.get(("lru", 1.5))
+    if exact and spare:
+        numbers.append((f"{exact / spare:.1f}x", "fewer loads with 1.5 k slots and LRU"))
+    for sweep in inputs.sweeps[:1]:
+        rows_ = sweep.rows
+        if "tokens_per_s" in rows_ and rows_["tokens_per_s"].notna().any():
+            best = rows_.loc[rows_["tokens_per_s"].idxmax()]
+            numbers.append(
+                (
+                    f"{best['tokens_per_s']:,.0f} tok/s",
+                    f"{best.get('status', 'projected')}: the fastest of {len(rows_):,} configurations "
+                    f"({best.get('model_shape', '')}, {best.get('hardware', '')}, batch {best.get('batch', '')})",
+                )
+            )
+    return numbers
