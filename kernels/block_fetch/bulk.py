@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def build(cache: Path) -> Path:
 
 
 @functools.cache
-def _launcher() -> ctypes._CFuncPtr:
+def _launcher() -> Callable[..., int]:
     """The library's launch function: loaded once a process."""
     root = Path(os.environ.get("NOSA_CACHE", Path.home() / ".cache" / "nosa-sys"))
     launch = ctypes.CDLL(str(build(root / "kernels"))).launch_bulk_copy
@@ -107,20 +108,22 @@ def bulk_copy_runs(
     if n_pairs == 0 or words == 0 or target.shape[0] == 0:
         return
     chunk, stages = ring_shape(words * 4, chunk_bytes, n_stages)
-    status = _launcher()(
-        source.data_ptr(),
-        target.data_ptr(),
-        source_rows.data_ptr(),
-        target_rows.data_ptr(),
-        None if count is None else count.data_ptr(),
-        n_pairs,
-        source.shape[0],
-        target.shape[0],
-        words * 4,
-        chunk,
-        stages,
-        n_ctas,
-        torch.cuda.current_stream().cuda_stream,
-    )
+    launch = _launcher()
+    with torch.cuda.device(source_rows.device):
+        status = launch(
+            source.data_ptr(),
+            target.data_ptr(),
+            source_rows.data_ptr(),
+            target_rows.data_ptr(),
+            None if count is None else count.data_ptr(),
+            n_pairs,
+            source.shape[0],
+            target.shape[0],
+            words * 4,
+            chunk,
+            stages,
+            n_ctas,
+            torch.cuda.current_stream().cuda_stream,
+        )
     if status:
         raise HardwareError(f"bulk copy launch failed with CUDA error {status} (n_ctas={n_ctas}, {stages} x {chunk} B)")

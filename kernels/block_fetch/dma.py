@@ -1,7 +1,7 @@
 """Host-driven fetches: the copy engine with one batched call, and the naive copy per block to compare with.
 
-Both need the list on the host, so neither can follow a list that a kernel made without a synchronisation, and neither
-goes into a graph. No SM is used. Batched copies lose below about 32 KiB a run (the CPU submits each one) and win above
+Both need the list on the host, so neither can follow a list that a kernel made without a synchronisation, and a graph
+would freeze it. No SM is used. Batched copies lose below about 32 KiB a run (the CPU submits each one) and win above
 the device's crossover, which a profile measures.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class _Attributes(ctypes.Structure):
 
 
 @functools.cache
-def _batch_copy() -> tuple[ctypes._CFuncPtr, bool]:
+def _batch_copy() -> tuple[Callable[..., int], bool]:
     """The driver's batched copy and whether it takes a fail index (before CUDA 13)."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -55,8 +56,11 @@ def batched_copy_runs(source: Tensor, target: Tensor, source_rows: np.ndarray, t
     """target[target_rows[i]] = source[source_rows[i]] by one cuMemcpyBatchAsync on the current stream.
 
     source and target [row, 2, block, head_dim], one of them pinned; rows int64 [n] on the host, pairs with -1 are left
-    out. The order among the copies of one call is free. Raises HardwareError when the driver refuses.
+    out. The order among the copies of one call is free. Raises HardwareError when the driver refuses, RuntimeError
+    while the stream is being captured.
     """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a batched copy takes its list from the host: capture in a graph would freeze it")
     run_bytes = 4 * run_words(source, target, "source", "target")
     wanted = (source_rows >= 0) & (target_rows >= 0)
     n = int(wanted.sum())

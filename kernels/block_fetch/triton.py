@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nosa_sys.errors import CapacityError, ConfigError
+from nosa_sys.kernels.aot import AotSpec
+from nosa_sys.kernels.launch import on_device
 
 DEFAULT_CTAS = 16
 _WORD_BYTES = 4
@@ -77,7 +79,7 @@ def stream_read_kernel(source, sink, n_tiles, TILE_WORDS: tl.constexpr):
     words = tl.arange(0, TILE_WORDS)
     combined = tl.zeros([TILE_WORDS], dtype=tl.int32)
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        combined ^= tl.load(source + (tile.to(tl.int64) * TILE_WORDS + words), cache_modifier=".cg")
+        combined ^= tl.load(source + (tl.cast(tile, tl.int64) * TILE_WORDS + words), cache_modifier=".cg")
     tl.store(sink + (tl.program_id(0) * TILE_WORDS + words), combined)
 
 
@@ -142,17 +144,35 @@ def copy_runs(
     if n_chunks + n_ctas * chunks_per_tile >= 2**31:
         raise CapacityError(f"a list of {n_pairs} runs needs {n_chunks} chunks, past 2^31; split the list")
     grid = (max(1, min(n_ctas, -(-n_chunks // chunks_per_tile))),)
-    copy_runs_kernel[grid](
-        source.view(torch.int32),
-        target.view(torch.int32),
-        source_rows,
-        target_rows,
-        count,
-        n_pairs,
-        source.shape[0],
-        target.shape[0],
-        RUN_WORDS=words,
-        CHUNK_WORDS=size,
-        CHUNKS_PER_TILE=chunks_per_tile,
-        num_warps=num_warps,
-    )
+    with on_device(source_rows):
+        copy_runs_kernel[grid](
+            source.view(torch.int32),
+            target.view(torch.int32),
+            source_rows,
+            target_rows,
+            count,
+            n_pairs,
+            source.shape[0],
+            target.shape[0],
+            RUN_WORDS=words,
+            CHUNK_WORDS=size,
+            CHUNKS_PER_TILE=chunks_per_tile,
+            num_warps=num_warps,
+        )
+
+
+def _aot_specs() -> list[AotSpec]:
+    pointers = {"source": "*i32", "target": "*i32", "source_rows": "*i64", "target_rows": "*i64"}
+    sizes = dict.fromkeys(("n_pairs", "n_source_rows", "n_target_rows"), "i32")
+    specs = []
+    for name, words, count in (("32KiB", 8192, "*i32"), ("20KiB", 5120, "*i32"), ("odd", 1500, "constexpr")):
+        constants = {"RUN_WORDS": words, "CHUNK_WORDS": chunk_words(words, 8192), "CHUNKS_PER_TILE": 4}
+        signature = pointers | {"count": count} | sizes | dict.fromkeys(constants, "constexpr")
+        absent = {"count": None} if count == "constexpr" else {}
+        specs.append(AotSpec(f"copy_runs-{name}", copy_runs_kernel, signature, constants | absent, 16))
+    signature = {"source": "*i32", "sink": "*i32", "n_tiles": "i32", "TILE_WORDS": "constexpr"}
+    specs.append(AotSpec("stream_read", stream_read_kernel, signature, {"TILE_WORDS": 8192}, 16))
+    return specs
+
+
+AOT_SPECS = _aot_specs()
