@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -45,10 +46,8 @@ def open_converted(gguf: Path, name: str) -> ConvertedModel:
         raise CheckpointError(f"cannot read {gguf}: {error.strerror}") from None
     path = cache_directory() / f"{name}-{digest[:16]}-v{CONVERTER_VERSION}.safetensors"
     if path.exists():
-        try:
+        with contextlib.suppress(NosaError):  # a torn or foreign file is converted again, over it
             return _open(path, digest)
-        except NosaError:
-            path.unlink(missing_ok=True)
     _convert(gguf, name, path, digest)
     return _open(path, digest)
 

@@ -95,6 +95,7 @@ def load_model(
     if head != "none":
         tensors |= _head_tensors(source, config.shape, adapter, convert_dense, notes)
     _report_unknown(source.tensors, config.shape, notes)
+    _compare_vocabularies(source, notes)
     model = LlamaModel(config, tensors, head=head, device=device)
     return LoadedModel(model, source.text, notes, source.tokenizer)
 
@@ -157,6 +158,16 @@ def _head_tensors(
         f"{source.tensors.source}: tensor {missing} is missing: a dense Llama has no eviction head; give an adapter, "
         "head none, or convert_dense for a fresh head"
     )
+
+
+def _compare_vocabularies(source: _Source, notes: list[str]) -> None:
+    if source.tokenizer is not None and source.tokenizer.vocab_size > source.config.shape.vocab_size:
+        message = (
+            f"{source.text}: the tokenizer has {source.tokenizer.vocab_size} ids but the model only "
+            f"{source.config.shape.vocab_size}; the ids beyond cannot be used"
+        )
+        notes.append(message)
+        warnings.warn(message, stacklevel=3)
 
 
 def _report_unknown(tensors: CheckpointTensors, shape: ModelShape, notes: list[str]) -> None:

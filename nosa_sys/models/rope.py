@@ -25,9 +25,9 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.d
     if config.rope_scaling.kind == "llama3":
         original = factors["original_max_position_embeddings"]
         low, high = factors["low_freq_factor"], factors["high_freq_factor"]
-        turns = original * frequencies / (2 * math.pi)
+        turns = original / (2 * math.pi / frequencies)
         smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return frequencies * (smooth + (1.0 - smooth) / factors["factor"])
+        return (1.0 - smooth) * frequencies / factors["factor"] + smooth * frequencies
     return frequencies
 
 

@@ -25,6 +25,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
@@ -80,25 +81,27 @@ def _is_size(value: Any) -> bool:
 
 def _check_entry(path: Path, name: str, entry: Any, data_bytes: int) -> TensorEntry:
     where = f"{path}: tensor {name}"
-    if not isinstance(entry, dict) or entry.get("dtype") not in ELEMENT_BYTES:
-        kind = entry.get("dtype") if isinstance(entry, dict) else entry
+    if not name.isprintable():
+        raise CheckpointError(f"{path}: tensor name {name!r} holds control characters")
+    kind = entry.get("dtype") if isinstance(entry, dict) else entry
+    if not isinstance(entry, dict) or not isinstance(kind, str) or kind not in ELEMENT_BYTES:
         raise CheckpointError(f"{where} has unknown dtype {kind!r}")
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_size(size) for size in shape):
         raise CheckpointError(f"{where} has no valid shape: {shape!r}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise CheckpointError(f"{where} has no valid data_offsets: {offsets!r}")
     begin, end = offsets
-    needed = math.prod(shape) * ELEMENT_BYTES[entry["dtype"]]
+    needed = math.prod(shape) * ELEMENT_BYTES[kind]
     if end - begin != needed:
         raise CheckpointError(
-            f"{where} of shape {shape} {entry['dtype']} needs {needed} bytes but its offsets span {end - begin}"
+            f"{where} of shape {shape} {kind} needs {needed} bytes but its offsets span {end - begin}"
         )
     if end > data_bytes:
         raise CheckpointError(
             f"{where} ends at data byte {end} but the file holds {data_bytes}; it is truncated, download it again"
         )
-    return TensorEntry(path, entry["dtype"], tuple(shape))
+    return TensorEntry(path, kind, tuple(shape))
 
 
 class CheckpointTensors:
@@ -174,8 +177,8 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} has no weight_map of tensor names to files")
     for name, shard in weight_map.items():
         plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\:\0")
-        if not plain:
+        if not plain or not name.isprintable():
             raise CheckpointError(
-                f"{path}: tensor {name} lies in {shard!r}, which is no plain file name; shards must be beside the index"
+                f"{path}: tensor {name!r} lies in {shard!r}, no plain file name beside the index"
             )
     return weight_map
