@@ -173,7 +173,11 @@ def synthetic_selections(
     scores = _BlockScores(model, n_streams, int(positions[-1]) + 1, sparse.block_size, rng)
     selected = np.stack([_select(scores, int(p), sparse, variant) for p in positions])
     return SyntheticSelections(
-        _as_rows(selected, positions, shape, sequence), scores.betas, shape.n_layers, shape.n_kv_heads, sparse.block_size
+        _as_rows(selected, positions, shape, sequence),
+        scores.betas,
+        shape.n_layers,
+        shape.n_kv_heads,
+        sparse.block_size,
     )
 
 

@@ -125,7 +125,7 @@ def histories_of(table: MissTable) -> list[SequenceHistory]:
         found.append(
             SequenceHistory(
                 table.position[rows][::per_step].astype(np.int64),
-                table.cold[rows].reshape(n_steps, -1).any(axis=1),
+                np.any(table.cold[rows].reshape(n_steps, per_step), axis=1),
                 table.n_misses[rows].reshape(shape),
                 table.n_selected[rows].reshape(shape),
             )

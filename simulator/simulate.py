@@ -1,0 +1,165 @@
+"""simulate: the predicted step time and throughput of a trace or a synthetic workload on some hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nosa_sys.errors import ConfigError
+from nosa_sys.model_shape import ModelShape
+from nosa_sys.simulator.cost_model import CostModel
+from nosa_sys.simulator.hardware import HardwareProfile, load_hardware
+from nosa_sys.simulator.pipeline import Span
+from nosa_sys.simulator.prediction import Prediction, predict
+from nosa_sys.simulator.schedules import Schedule, get_schedule
+from nosa_sys.simulator.sources import (
+    Request,
+    Source,
+    SyntheticSource,
+    SyntheticWorkload,
+    TableSource,
+    TraceSource,
+    resolve_slots,
+)
+from nosa_sys.simulator.step_times import StepCosts, StepTimes
+from nosa_sys.simulator.workload import Workload
+from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.traces.miss_table import MissTable
+from nosa_sys.traces.perfetto import counter, span, write_timeline_file
+from nosa_sys.traces.reader import Trace
+
+ENGINES = ("recurrence", "simpy")
+
+
+def simulate(
+    source: str | Path | Trace | MissTable | SyntheticWorkload,
+    *,
+    hardware: str | Path | HardwareProfile,
+    model_shape: str | ModelShape | None = None,
+    context: int | None = None,
+    batch: int | None = None,
+    steps: int | None = None,
+    schedule: str = "serial",
+    sparse: SparseConfig | None = None,
+    method: str | None = None,
+    slots: int | None = None,
+    policy: str | None = None,
+    h2d_gbps: float | None = None,
+    seed: int = 0,
+    engine: str = "recurrence",
+    timeline: str | Path | None = None,
+) -> Prediction:
+    """Predict decode on ``hardware``: a profile name, the directory of a bundle, or a profile.
+
+    ``source`` is a trace (or its directory), a table of misses (give ``model_shape`` and ``sparse`` with it), or a
+    SyntheticWorkload. On a trace's own model, batch, context and steps its recorded misses are used as they are; any
+    other value of these, or of the budgets, follows the rules that the prediction lists. ``h2d_gbps`` replaces the
+    profile's host-to-device bandwidth. ``engine``: "recurrence" (numpy) or "simpy" give the same numbers;
+    ``timeline`` writes the SimPy run as a Chrome trace (gzip).
+
+    Raises NosaError subclasses naming the value at fault.
+
+    >>> from nosa_sys import ModelShape, SparseConfig, simulate
+    >>> work = SyntheticWorkload(ModelShape.preset("nosa-8b"), SparseConfig(), context=16384, batch=2, steps=4)
+    >>> slow, fast = (simulate(work, hardware="ideal", h2d_gbps=x) for x in (25.0, 50.0))
+    >>> round(slow.step_time_us / fast.step_time_us, 9)
+    2.0
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine!r} must be one of {', '.join(ENGINES)}")
+    plan = get_schedule(schedule)
+    profile = load_hardware(hardware).with_h2d_gbps(h2d_gbps)
+    _ = profile.link_gbps  # refuse a missing bandwidth before any work
+    shape = ModelShape.resolve(model_shape) if isinstance(model_shape, str) else model_shape
+    request = Request(shape, context, batch, steps, sparse, method, slots, policy, seed)
+    workload = _open(source, request).workload(request)
+    if engine == "recurrence" and timeline is None:
+        return price([(workload, profile)], plan)[0]
+    costs = _costs(workload, profile)
+    times, spans = plan.simpy(costs)
+    if timeline is not None:
+        write_timeline_file(Path(timeline), _timeline_events(times, spans))
+    return predict(workload, profile, costs, times, _rules(workload, plan))
+
+
+def price(situations: list[tuple[Workload, HardwareProfile]], schedule: Schedule) -> list[Prediction]:
+    """Predictions of many situations of one model through one call of the fast path, in the same order."""
+    costs = [_costs(workload, profile) for workload, profile in situations]
+    times = schedule.recurrence(costs[0] if len(costs) == 1 else StepCosts.concatenate(costs))
+    found, begin = [], 0
+    for (workload, profile), own in zip(situations, costs, strict=True):
+        rows = slice(begin, begin + len(own))
+        found.append(predict(workload, profile, own, times.rows(rows), _rules(workload, schedule)))
+        begin += len(own)
+    return found
+
+
+def open_source(source: str | Path | Trace | SyntheticWorkload) -> Source:
+    """A source that answers any number of requests."""
+    if isinstance(source, SyntheticWorkload):
+        return SyntheticSource(source)
+    return TraceSource(source if isinstance(source, Trace) else Trace.open(source))
+
+
+def _open(source: str | Path | Trace | MissTable | SyntheticWorkload, request: Request) -> Source:
+    if not isinstance(source, MissTable):
+        return open_source(source)
+    if request.model_shape is None:
+        raise ConfigError("a table of misses needs model_shape= (the model that it was counted on)")
+    sparse = request.sparse or SparseConfig().with_block_size(source.block_size)
+    if sparse.block_size != source.block_size:
+        raise ConfigError(f"sparse.block_size={sparse.block_size} differs from the table's {source.block_size}")
+    if request.method not in (None, source.method):
+        raise ConfigError(
+            f"method={request.method!r} differs from the table's {source.method!r}; replay a trace instead"
+        )
+    slots, policy = resolve_slots(sparse, source.method, request.slots, request.policy)
+    shape = request.model_shape
+    if (shape.n_layers, shape.n_kv_heads) != (source.n_layers, source.n_kv_heads):
+        raise ConfigError(
+            f"model {shape.name} has {shape.n_layers} layers x {shape.n_kv_heads} KV heads, the table "
+            f"{source.n_layers} x {source.n_kv_heads}"
+        )
+    return TableSource(
+        source, shape, sparse, slots=slots, policy=policy, device_block_bytes=shape.kv_block_bytes(sparse.block_size)
+    )
+
+
+def _costs(workload: Workload, profile: HardwareProfile) -> StepCosts:
+    model = CostModel(
+        profile,
+        workload.shape,
+        workload.sparse,
+        workload.method,
+        workload.host_block_bytes,
+        workload.device_block_bytes,
+    )
+    return model.step_costs(workload.loads)
+
+
+def _rules(workload: Workload, schedule: Schedule) -> list[str]:
+    rules = [schedule.rule, "transfers of one direction run one after another; prefill is left out"]
+    if workload.shape.assumed:
+        rules.append(f"sizes of {workload.shape.name} that are assumed: {', '.join(workload.shape.assumed)}")
+    return [*rules, *workload.rules]
+
+
+def _timeline_events(times: StepTimes, spans: list[list[Span]]) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    begin, identity = 0.0, 0
+    for step, own in enumerate(spans):
+        moved = {"h2d": 0, "d2h": 0}
+        for piece in own:
+            if piece.end_us == piece.start_us:
+                continue
+            args: dict[str, Any] = {"step": step, "layer": piece.layer}
+            if piece.track in moved:
+                moved[piece.track] += piece.n_bytes
+                args["bytes"] = piece.n_bytes
+            identity += 1
+            events += span(
+                piece.name, piece.track, begin + piece.start_us, begin + piece.end_us, identity=identity, args=args
+            )
+        events.append(counter("bytes per step", begin, moved))
+        begin += float(times.step_us[step])
+    return events

@@ -1,0 +1,295 @@
+"""Where a workload's misses come from: a trace, a table of misses, or the locality model, under any request."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from nosa_sys.errors import ConfigError
+from nosa_sys.methods import get_method
+from nosa_sys.model_shape import ModelShape
+from nosa_sys.simulator.locality_model import (
+    LocalityModel,
+    SyntheticSelections,
+    synthetic_positions,
+    synthetic_selections,
+)
+from nosa_sys.simulator.workload import SequenceHistory, Workload, draw_loads, histories_of
+from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.traces.miss_table import MissTable
+from nosa_sys.traces.policies import get_policy
+from nosa_sys.traces.reader import Trace
+from nosa_sys.traces.replay import replay
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to change about a source; None leaves it as it is there. Sizes are checked where they are used."""
+
+    model_shape: ModelShape | None = None
+    context: int | None = None
+    batch: int | None = None
+    steps: int | None = None
+    sparse: SparseConfig | None = None
+    method: str | None = None
+    slots: int | None = None
+    policy: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "steps", "slots"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be a whole number >= 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed={self.seed!r} must be a whole number >= 0")
+        if self.method is not None:
+            get_method(self.method)
+        if self.policy is not None:
+            get_policy(self.policy)
+
+
+class Source(Protocol):
+    """Anything that turns a request into a workload."""
+
+    def workload(self, request: Request) -> Workload: ...
+
+
+def resolve_slots(sparse: SparseConfig, method: str, slots: int | None, policy: str | None) -> tuple[int, str]:
+    """Defaults of the engine: slots = k; policy exact where slots = k, else lru. Dense attention has no slots."""
+    if get_method(method).dense:
+        return 0, policy or "exact"
+    slots = sparse.topk if slots is None else slots
+    return slots, policy or ("exact" if slots == sparse.topk else "lru")
+
+
+@dataclass(frozen=True)
+class SyntheticWorkload:
+    """A workload of the locality model; nothing about it was captured.
+
+    ``distinct_sequences`` are drawn on their own, further ones of the batch are these with time offsets.
+
+    >>> from nosa_sys import ModelShape, SparseConfig, simulate
+    >>> work = SyntheticWorkload(ModelShape.preset("nosa-1b"), SparseConfig(), context=8192, batch=8, steps=4)
+    >>> simulate(work, hardware="h200-provisional").status
+    'projected'
+    """
+
+    shape: ModelShape
+    sparse: SparseConfig
+    context: int
+    batch: int = 1
+    steps: int = 64
+    method: str = "nosa"
+    slots: int | None = None
+    policy: str | None = None
+    locality: LocalityModel = field(default_factory=LocalityModel)
+    distinct_sequences: int = 4
+
+
+class SyntheticSource:
+    """Draws workloads; keeps the last selections and histories, which many requests of a sweep share."""
+
+    def __init__(self, base: SyntheticWorkload, note: str = "") -> None:
+        self._base = base
+        self._note = note
+        self._selections: dict[tuple[object, ...], list[SyntheticSelections]] = {}
+
+    def workload(self, request: Request) -> Workload:
+        base = self._base
+        shape, sparse = request.model_shape or base.shape, request.sparse or base.sparse
+        method = request.method or base.method
+        context, batch, steps = (
+            request.context or base.context,
+            request.batch or base.batch,
+            request.steps or base.steps,
+        )
+        Request(context=context, batch=batch, steps=steps, method=method)
+        inherits = request.sparse is None
+        slots, policy = resolve_slots(
+            sparse,
+            method,
+            request.slots or (base.slots if inherits else None),
+            request.policy or (base.policy if inherits and request.slots is None else None),
+        )
+        n_distinct = min(batch, base.distinct_sequences)
+        histories = self._histories(shape, sparse, method, context, steps, n_distinct, request.seed, slots, policy)
+        loads = draw_loads(
+            histories,
+            shape,
+            batch=batch,
+            steps=steps,
+            block_size=sparse.block_size,
+            dense=get_method(method).dense,
+            rng=np.random.default_rng([request.seed, 2]),
+        )
+        rules = [
+            f"misses come from the locality model at {context} tokens, seed {request.seed}: "
+            + ", ".join(f"{k} {v:g}" for k, v in dataclasses.asdict(base.locality).items())
+        ]
+        if self._note:
+            rules.insert(0, self._note)
+        if batch > n_distinct:
+            rules.append(
+                f"{n_distinct} sequences are drawn, the other {batch - n_distinct} are these with time offsets"
+            )
+        block_bytes = shape.kv_block_bytes(sparse.block_size)
+        return Workload(
+            loads, shape, sparse, method, slots, policy, block_bytes, block_bytes, batch, context + steps - 1, False,
+            tuple(rules),
+        )  # fmt: skip
+
+    def _histories(
+        self, shape: ModelShape, sparse: SparseConfig, method: str, context: int, steps: int, n: int, seed: int,
+        slots: int, policy: str,
+    ) -> list[SequenceHistory]:  # fmt: skip
+        if get_method(method).dense:
+            return [_dense_history(shape, sparse, synthetic_positions(context, steps, seed, i)) for i in range(n)]
+        key = (shape, sparse, method, context, steps, seed)
+        if key not in self._selections:
+            self._selections.clear()
+        drawn = self._selections.setdefault(key, [])
+        for sequence in range(len(drawn), n):
+            drawn.append(
+                synthetic_selections(
+                    shape, sparse, method, context=context, steps=steps, model=self._base.locality, seed=seed,
+                    sequence=sequence,
+                )
+            )  # fmt: skip
+        return [selections.history(slots, policy) for selections in drawn[:n]]
+
+
+def _dense_history(shape: ModelShape, sparse: SparseConfig, positions: np.ndarray) -> SequenceHistory:
+    """Every block attended, none moved; no cold step has anything to load, the first is marked all the same."""
+    cells = (len(positions), shape.n_layers, shape.n_kv_heads)
+    n_blocks = positions // sparse.block_size + 1
+    return SequenceHistory(
+        positions,
+        np.arange(len(positions)) == 0,
+        np.zeros(cells, dtype=np.int64),
+        np.broadcast_to(n_blocks[:, None, None], cells),
+    )
+
+
+class TableSource:
+    """Misses that were counted elsewhere, with the configuration that they belong to."""
+
+    def __init__(
+        self,
+        table: MissTable,
+        shape: ModelShape,
+        sparse: SparseConfig,
+        *,
+        slots: int,
+        policy: str,
+        device_block_bytes: int,
+        exact: bool = True,
+    ) -> None:
+        self._table, self._shape, self._sparse = table, shape, sparse
+        self._slots, self._policy = slots, policy
+        self._device_block_bytes = device_block_bytes
+        self._exact = exact
+        self._loads = table.per_layer_step()
+        self._histories: list[SequenceHistory] = []
+
+    @property
+    def own_batch(self) -> int:
+        return int(self._loads.n_sequences.max(initial=0))
+
+    @property
+    def own_context(self) -> int:
+        """Context of the longest sequence at its first row."""
+        first = np.unique(self._table.sequence, return_index=True)[1]  # rows are sorted by step
+        return int(self._table.position[first].max(initial=-1)) + 1
+
+    def workload(self, request: Request) -> Workload:
+        """The table's own situation, or another model, batch or number of steps drawn from it."""
+        if request.context not in (None, self.own_context):
+            raise ConfigError(
+                f"context={request.context} differs from the {self.own_context} tokens of these misses; "
+                "another context needs a trace or a synthetic workload"
+            )
+        shape = request.model_shape or self._shape
+        batch, steps = request.batch or self.own_batch, request.steps or len(self._loads)
+        rules = list(self._table.assumptions)
+        own = shape == self._shape and batch == self.own_batch and steps == len(self._loads)
+        block_bytes, device_bytes = self._table.block_bytes, self._device_block_bytes
+        if own:
+            loads = self._loads
+            context = int(self._table.position.max(initial=0)) + 1
+        else:
+            self._histories = self._histories or histories_of(self._table)
+            loads = draw_loads(
+                self._histories,
+                shape,
+                batch=batch,
+                steps=steps,
+                block_size=self._sparse.block_size,
+                dense=get_method(self._table.method).dense,
+                rng=np.random.default_rng([request.seed, 2]),
+            )
+            context = int(max(h.position.max() for h in self._histories)) + 1
+            rules += self._draw_rules(shape, batch, request.seed)
+            if shape != self._shape:
+                block_bytes = device_bytes = shape.kv_block_bytes(self._sparse.block_size)
+        return Workload(
+            loads, shape, self._sparse, self._table.method, self._slots, self._policy, block_bytes, device_bytes,
+            batch, context, own and self._exact, tuple(rules),
+        )  # fmt: skip
+
+    def _draw_rules(self, shape: ModelShape, batch: int, seed: int) -> list[str]:
+        rules = [f"{len(self._histories)} recorded sequences side by side, warm rows start over at their end"]
+        if batch > len(self._histories):
+            rules.append(f"sequences beyond these are recorded ones with time offsets drawn from seed {seed}")
+        if shape != self._shape:
+            rules.append(
+                f"layers of {shape.name} map to those of {self._shape.name} by relative depth, KV heads cyclically"
+            )
+        return rules
+
+
+class TraceSource:
+    """A trace, replayed under the budgets of the request; the last replay is kept, as many requests share it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._replayed: tuple[tuple[object, ...], TableSource, str] | None = None
+
+    def workload(self, request: Request) -> Workload:
+        table, method = self._table(request.sparse, request.method, request.slots, request.policy)
+        if request.context in (None, table.own_context):
+            return table.workload(request)
+        own = table.workload(Request())
+        base = SyntheticWorkload(
+            own.shape, own.sparse, request.context or table.own_context, own.batch, len(own.loads), method,
+            own.slots or None, own.policy,
+        )  # fmt: skip
+        note = (
+            f"the trace has {table.own_context} tokens of context, so only its settings are used and its misses are not"
+        )
+        return SyntheticSource(base, note).workload(
+            dataclasses.replace(request, sparse=None, method=None, slots=None, policy=None)
+        )
+
+    def _table(
+        self, sparse: SparseConfig | None, method: str | None, slots: int | None, policy: str | None
+    ) -> tuple[TableSource, str]:
+        key = (sparse, method, slots, policy)
+        if self._replayed is None or self._replayed[0] != key:
+            meta = self._trace.meta
+            if key == (None, None, None, None):
+                misses, cfg, exact = MissTable.from_trace(self._trace), meta.sparse, True
+                n_slots, policy_name = meta.slots, meta.policy
+            else:
+                result = replay(self._trace, sparse=sparse, method=method, slots=slots, policy=policy)
+                misses, cfg, exact = result.misses, result.sparse, not result.reselected
+                n_slots, policy_name = result.slots, result.policy
+            device_bytes = meta.model.kv_block_bytes(cfg.block_size, meta.kv_dtype)
+            table = TableSource(
+                misses, meta.model, cfg, slots=n_slots, policy=policy_name, device_block_bytes=device_bytes, exact=exact
+            )
+            self._replayed = (key, table, misses.method)
+        return self._replayed[1], self._replayed[2]
