@@ -1,0 +1,249 @@
+"""One decode step over a batch of sequences of unequal lengths: plan each layer, then launch it.
+
+Attention reads device slots and nothing else; the host pool is touched by block_fetch and write_back alone. Every
+operation is one batched call a layer.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from nosa_sys.engine.memory import Memory
+from nosa_sys.engine.phases import ATTENTION, H2D, OTHER, SELECT, PhaseClock
+from nosa_sys.engine.plan import LayerPlan, StepLayout, StepPlan
+from nosa_sys.engine.policies import Policy
+from nosa_sys.engine.schedules import Schedule
+from nosa_sys.errors import NumericsError
+from nosa_sys.kernels.block_fetch.reference import fetch_blocks, write_back
+from nosa_sys.kernels.block_pooling.reference import pool_windows
+from nosa_sys.kernels.block_selection.reference import Selection, select_blocks
+from nosa_sys.kernels.set_difference.reference import update_slots
+from nosa_sys.kernels.sparse_decode_attention.reference import sparse_decode_attention
+from nosa_sys.kernels.stage1_scores.reference import stage1_scores
+from nosa_sys.models.llama import LlamaModel
+
+
+class DecodeRunner:
+    """Runs decode steps of one engine. ``record_scores`` keeps the stage-1 scores of every row in the plan."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        memory: Memory,
+        policy: Policy,
+        schedule: Schedule,
+        *,
+        record_scores: bool = False,
+    ) -> None:
+        self.model, self.memory, self.policy, self.schedule = model, memory, policy, schedule
+        self.cfg, self.method = memory.cfg, memory.method
+        self.record_scores = record_scores
+        n_forced = self.cfg.n_forced
+        self._ranks_query = not self.method.dense and self.method.query_aware_picks(self.cfg, n_forced) > 0
+        self._ranks_beta = not self.method.dense and (self.method.fill(self.cfg, n_forced) > 0 or policy.ranks_by_beta)
+        self._measure = model.device.type == "cpu"
+
+    @torch.no_grad()
+    def step(self, layout: StepLayout, tokens: list[int]) -> tuple[Tensor, StepPlan]:
+        """Consume ``tokens`` [batch] at the layout's positions; returns logits [batch, vocab] and the plan."""
+        start = time.perf_counter()
+        model = self.model
+        everything = self._select_all(layout) if layout.all_dense else None
+        x = model.embed(torch.tensor(tokens, device=model.device))
+        layers = []
+        for index in range(model.n_layers):
+            clock = PhaseClock()
+            q, k, v, beta = model.attention_inputs(index, x)
+            q, k = model.rope(q, k, layout.positions_t)
+            clock.lap(OTHER)
+            work = _LayerStep(self, index, layout, q, everything, clock)
+            work.append(k, v, beta)
+            work.plan()
+            work.place_token(k, v, beta)
+            clock.lap(SELECT)
+            attention = self.schedule.run(work)
+            work.write_back_filled()
+            clock.lap(H2D)
+            x = model.attention_output(index, x, attention)
+            clock.lap(OTHER)
+            phase_us = clock.phase_us if self._measure else None
+            layers.append(LayerPlan(work.selection, work.n_misses, work.window_scores, work.new_beta_means, phase_us))
+        logits = model.logits(x)
+        if not self._measure:
+            torch.cuda.synchronize(model.device)
+        return logits, StepPlan(layout, layers, (time.perf_counter() - start) * 1e6)
+
+    def _select_all(self, layout: StepLayout) -> Selection:
+        """The selection of a step whose rows all select everything: the same in every layer."""
+        nothing = torch.zeros((layout.batch, self.memory.n_kv_heads, layout.max_blocks), device=self.model.device)
+        whole = select_blocks(nothing, nothing, layout.n_blocks_t, self.cfg, self.method)
+        width = layout.max_blocks
+        return Selection(whole.block_ids[..., :width], whole.origins[..., :width], whole.counts)
+
+
+class _LayerStep:
+    """One layer of one step: the planning state, and the launches that a schedule orders."""
+
+    window_scores: Tensor | None = None
+    new_beta_means: Tensor | None = None
+
+    def __init__(
+        self,
+        runner: DecodeRunner,
+        layer: int,
+        layout: StepLayout,
+        q: Tensor,
+        everything: Selection | None,
+        clock: PhaseClock,
+    ) -> None:
+        self.runner, self.layer, self.layout, self.q, self.clock = runner, layer, layout, q, clock
+        self.memory, self.cfg = runner.memory, runner.cfg
+        self._everything = everything
+        self._loads: tuple[Tensor, Tensor] | None = None
+
+    # ---- planning
+    def append(self, k: Tensor, v: Tensor, beta: Tensor) -> None:
+        """Let the token into the device-side context, and complete the windows that it ends."""
+        layout, context = self.layout, self.memory.context
+        context.append_tokens(self.layer, layout.lanes_t, layout.positions_t, k, beta)
+        if layout.windows_done:
+            rows = layout.windows_done
+            means = context.complete_windows(self.layer, layout.lanes_t[rows], layout.lengths_t[rows])
+            if self.runner.record_scores:
+                self.new_beta_means = means
+
+    def plan(self) -> None:
+        """Select blocks, and find their slots and the misses."""
+        self.selection, pooled_betas = self._select()
+        if self.runner.method.dense:
+            ids = self.selection.block_ids
+            self.slot_rows = torch.where(ids >= 0, self._row_base() + ids, -1)
+            self.n_misses = torch.zeros(ids.shape[:2], dtype=torch.int64)
+            return
+        self._update_slots(pooled_betas)
+
+    def _select(self) -> tuple[Selection, Tensor | None]:
+        runner, layout, context = self.runner, self.layout, self.memory.context
+        if runner.record_scores or (runner._ranks_query and not layout.all_dense):
+            key_means = layout.over_lanes(context.key_means[self.layer])[:, :, : layout.max_windows]
+            scores = stage1_scores(self.q, key_means, layout.n_windows_t)
+            if runner.record_scores:
+                self.window_scores = scores
+        if self._everything is not None:
+            return self._everything, None
+        n_windows, n_blocks = layout.n_windows_t, layout.max_blocks
+        pooled_scores = pooled_betas = None
+        if runner._ranks_query:
+            pooled_scores = pool_windows(scores, n_windows, n_blocks, self.cfg)
+        if runner._ranks_beta:
+            beta_means = layout.over_lanes(context.beta_means[self.layer])[:, :, : layout.max_windows]
+            pooled_betas = pool_windows(beta_means, n_windows, n_blocks, self.cfg)
+        # a ranking that the method does not use is never looked at: the other one stands in its place
+        scores_in = pooled_betas if pooled_scores is None else pooled_scores
+        betas_in = pooled_scores if pooled_betas is None else pooled_betas
+        if scores_in is None or betas_in is None:  # forced blocks alone fill the budget
+            scores_in = betas_in = torch.zeros((layout.batch, self.memory.n_kv_heads, n_blocks), device=self.q.device)
+        try:
+            selection = select_blocks(scores_in, betas_in, layout.n_blocks_t, self.cfg, runner.method)
+        except NumericsError as error:
+            raise NumericsError(
+                f"layer {self.layer}, step {layout.step}, rows = sequences {layout.sequences}: {error}"
+            ) from None
+        return selection, pooled_betas
+
+    def _row_base(self) -> Tensor:
+        return self.layout.row_heads * self.memory.slots.n_slots
+
+    def _update_slots(self, pooled_betas: Tensor | None) -> None:
+        layout, slots, policy = self.layout, self.memory.slots, self.runner.policy
+        index, heads, n_slots = layout.lane_index, self.memory.n_kv_heads, slots.n_slots
+        old = slots.blocks[self.layer][index]
+        uses = slots.last_use[self.layer][index][..., :n_slots]
+        rank = policy.rank(old, uses, pooled_betas)
+        wanted = self.selection.block_ids
+        update = update_slots(old.flatten(0, 1), wanted.flatten(0, 1), rank.flatten(0, 1), policy.keep_unwanted)
+        shape = (layout.batch, heads, -1)
+        new, wanted_slots = update.slot_blocks.view(shape), update.wanted_slots.view(shape).long()
+        base = self._row_base()
+        if slots.poisons:
+            freed = (old >= 0) & (new < 0)
+            slots.poison_rows(self.layer, (base + torch.arange(n_slots, device=old.device))[freed])
+        slots.blocks[self.layer][index] = new
+        if policy.ranks_by_use:
+            padded = torch.where(wanted_slots >= 0, wanted_slots, n_slots)
+            slots.last_use[self.layer][layout.lanes_t[:, None, None], self._heads(), padded] = layout.step
+        self.slot_rows = torch.where(wanted_slots >= 0, wanted_slots + base, -1)
+        self._plan_loads(update.load_blocks.view(shape), update.load_slots.view(shape), update.n_loads)
+
+    def _plan_loads(self, blocks: Tensor, slots: Tensor, n_loads: Tensor) -> None:
+        """Misses are the loads but for the current block: born on the device at this step, it never crosses."""
+        layout, heads = self.layout, self.memory.n_kv_heads
+        width = int(n_loads.max())
+        if width == 0:
+            self.n_misses = n_loads.view(layout.batch, heads)
+            return
+        blocks, slots = blocks[..., :width], slots[..., :width]
+        missed = (blocks >= 0) & (blocks != layout.current_t[:, None, None])
+        self.n_misses = missed.sum(-1)
+        lane, head, entry = missed.nonzero(as_tuple=True)
+        if lane.numel():
+            ids = blocks[lane, head, entry].long()
+            rows = (layout.row_heads[lane, head, 0]) * self.memory.slots.n_slots + slots[lane, head, entry]
+            lanes = layout.lanes_t[lane]
+            host_rows = self.memory.page_table[lanes, ids] * heads + head
+            self.memory.slots.betas[self.layer][rows] = self.memory.context.token_betas[self.layer][lanes, head, ids]
+            self._loads = (host_rows, rows)
+
+    def _heads(self) -> Tensor:
+        return torch.arange(self.memory.n_kv_heads, device=self.q.device)[:, None]
+
+    def place_token(self, k: Tensor, v: Tensor, beta: Tensor) -> None:
+        """Write the token's row into the slot of the current block, the last one of the ascending selection."""
+        layout, slots = self.layout, self.memory.slots
+        self.current_rows = self.slot_rows.gather(-1, layout.last_pick)[..., 0]
+        if slots.poisons and any(layout.born):
+            born = torch.tensor(layout.born, device=self.q.device)
+            slots.poison_rows(self.layer, self.current_rows[born].flatten())
+        offset = (layout.positions_t % self.cfg.block_size)[:, None]
+        slots.kv[self.layer][self.current_rows, :, offset] = torch.stack((k, v), dim=2)
+        slots.betas[self.layer][self.current_rows, offset] = beta
+
+    # ---- launches
+    def fetch(self) -> None:
+        """Missed blocks: host pool -> slots."""
+        if self._loads is not None:
+            host_rows, slot_rows = self._loads
+            fetch_blocks(self.memory.host.layers[self.layer], self.memory.slots.kv[self.layer], host_rows, slot_rows)
+        self.clock.lap(H2D)
+
+    def attend(self) -> Tensor:
+        """Biased attention over the selected slots, [batch, q_head, head_dim]."""
+        slots = self.memory.slots
+        out, _ = sparse_decode_attention(
+            self.q,
+            slots.kv[self.layer],
+            slots.betas[self.layer] if self.runner.method.uses_beta else None,
+            self.slot_rows,
+            self.selection.block_ids,
+            self.layout.lengths_t,
+        )
+        self.clock.lap(ATTENTION)
+        return out
+
+    def write_back_filled(self) -> None:
+        """Blocks that this token filled: slots -> host pool, once; they stay resident."""
+        layout = self.layout
+        if not layout.n_written_back:
+            return
+        filled = torch.tensor([row for row, full in enumerate(layout.filled) if full], device=self.q.device)
+        pages = self.memory.page_table[layout.lanes_t[filled], layout.current_t[filled]]
+        host_rows = pages[:, None] * self.memory.n_kv_heads + self._heads()[:, 0]
+        write_back(
+            self.memory.slots.kv[self.layer],
+            self.memory.host.layers[self.layer],
+            self.current_rows[filled].flatten(),
+            host_rows.flatten(),
+        )

@@ -1,0 +1,74 @@
+"""Token sampling: greedy, or temperature with top-p, each sequence drawing from its own seeded generator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nosa_sys.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one sequence picks its next token. ``temperature`` 0 is greedy; ``top_p`` in (0, 1]; ``seed`` >= 0.
+
+    >>> SamplingParams(temperature=0.7, top_p=0.9, seed=1).greedy
+    False
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature={self.temperature} must be finite and >= 0 (0 is greedy)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed={self.seed!r} must be a whole number >= 0")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def generator(self) -> np.random.Generator:
+        """A fresh generator: the n-th draw of a sequence depends on its seed and n alone, never on the batch."""
+        return np.random.Generator(np.random.PCG64(self.seed))
+
+
+def sample(logits: Tensor, params: list[SamplingParams], generators: list[np.random.Generator]) -> list[int]:
+    """Next token of each row of ``logits`` [batch, vocab]; draws one number from each non-greedy row's generator.
+
+    The nucleus is the shortest prefix of the tokens by (probability desc, id asc) whose mass reaches top_p.
+    """
+    tokens = logits.argmax(dim=-1).tolist()
+    drawn = [row for row, p in enumerate(params) if not p.greedy]
+    if drawn:
+        uniform = [generators[row].random() for row in drawn]
+        picked = _sample_nucleus(
+            logits[drawn],
+            torch.tensor([params[row].temperature for row in drawn], dtype=torch.float64),
+            torch.tensor([params[row].top_p for row in drawn], dtype=torch.float64),
+            torch.tensor(uniform, dtype=torch.float64),
+        )
+        for row, token in zip(drawn, picked.tolist(), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _sample_nucleus(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw inside each row's nucleus; logits [rows, vocab], the others float64 [rows]."""
+    scaled = logits.to("cpu", torch.float64) / temperature[:, None]
+    probabilities, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    cumulative = probabilities.cumsum(dim=-1)
+    inside = cumulative - probabilities < top_p[:, None]
+    mass = torch.where(inside, probabilities, 0.0).sum(dim=-1, keepdim=True)
+    target = uniform[:, None] * mass
+    rank = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
+    rank = torch.minimum(rank, inside.sum(dim=-1, keepdim=True) - 1)
+    return order.gather(-1, rank)[:, 0]

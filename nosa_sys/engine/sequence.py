@@ -1,0 +1,120 @@
+"""One sequence's life: what was asked for, how far it is, and what is saved of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as TokenList
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from nosa_sys.engine.sampling import SamplingParams
+
+FINISH_LENGTH, FINISH_EOS = "length", "eos"
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A new token of a sequence: ``position`` is the token's own (0-based); ``reason`` is "length" or "eos" at the
+    last one, else empty."""
+
+    sequence: int
+    token: int
+    position: int
+    finished: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asked for. ``force_tokens`` replace the first new tokens (teacher forcing)."""
+
+    prompt_tokens: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    eos_ids: frozenset[int]
+    force_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SavedKV:
+    """KV of the first ``n_tokens`` tokens, one entry a layer.
+
+    ``blocks`` [finished block, kv_head, 2, block, D]; ``partial`` [kv_head, 2, written rows, D]: only rows that were
+    written, so a block whose last token is still to come is seen to be partial; ``betas`` [kv_head, token];
+    ``key_means`` [kv_head, window, D]; ``beta_means`` [kv_head, window].
+    """
+
+    n_tokens: int
+    blocks: tuple[Tensor, ...]
+    partial: tuple[Tensor, ...]
+    betas: tuple[Tensor, ...]
+    key_means: tuple[Tensor, ...]
+    beta_means: tuple[Tensor, ...]
+
+    @property
+    def n_partial_rows(self) -> int:
+        """Written rows of the unfinished last block; 0 when the context ends on a block edge."""
+        return self.partial[0].shape[2]
+
+
+@dataclass(frozen=True)
+class SequenceState:
+    """A saved sequence: resume it in an engine with the same model and selection settings (``settings``)."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    n_generated: int
+    generator_state: dict[str, Any]
+    settings: dict[str, Any]
+    kv: SavedKV | None
+
+
+@dataclass
+class Sequence:
+    """A live sequence. ``tokens`` are prompt and new ones; the first ``n_cached`` have their KV in the tiers."""
+
+    id: int
+    request: Request
+    tokens: list[int]
+    generator: np.random.Generator
+    n_generated: int = 0
+    n_cached: int = 0
+    lane: int = -1
+    cold: bool = True
+    pages: list[int] = field(default_factory=list)
+    reserved_pages: int = 0
+    restored: SavedKV | None = None
+    added_at: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def n_prefill(self) -> int:
+        """Tokens to prefill: all known ones but the last, which runs as the first decode step."""
+        return len(self.tokens) - 1
+
+    @property
+    def max_stored_tokens(self) -> int:
+        """KV rows at the end of the sequence's life: the last new token is never consumed."""
+        return len(self.tokens) + self.request.max_new_tokens - self.n_generated - 1
+
+    def accept(self, sampled: int) -> TokenEvent:
+        """Take the next token (a forced one where there is one) and say whether the sequence ends with it."""
+        request = self.request
+        forced = self.n_generated < len(request.force_tokens)
+        token = request.force_tokens[self.n_generated] if forced else sampled
+        self.tokens.append(token)
+        self.n_generated += 1
+        reason = ""
+        if not forced and token in request.eos_ids:
+            reason = FINISH_EOS
+        elif self.n_generated >= request.max_new_tokens:
+            reason = FINISH_LENGTH
+        return TokenEvent(self.id, token, len(self.tokens) - 1, bool(reason), reason)
+
+
+def prompt_sha256(tokens: TokenList[int]) -> str:
+    """SHA-256 of the token ids as little-endian int64."""
+    return hashlib.sha256(np.asarray(tokens, dtype="<i8").tobytes()).hexdigest()
