@@ -29,7 +29,7 @@ UNCHANGED_QUERIES = (
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a replay found. ``misses``, ``selections`` and ``gamma`` share one row order: step, sequence, layer, head."""
+    """What a replay found; ``misses``, ``selections`` and ``gamma`` share one row order (step, sequence, layer, head)."""
 
     misses: MissTable
     selections: SelectionRows
@@ -203,6 +203,10 @@ def _refuse_broken(trace: Trace, rows: SelectionRows) -> None:
     """Ids must be ascending blocks of the row's context: the replay's memory and meaning rest on it."""
     where = f"trace {trace.directory}: selections of"
     current = rows.position.astype(np.int64) // trace.meta.sparse.block_size
+    keys = np.stack([rows.step, rows.sequence, rows.layer, rows.kv_head], axis=1)
+    twice = (keys[1:] == keys[:-1]).all(axis=1)
+    if twice.any():
+        raise TraceError(f"{where} {Describer(rows)(np.argmax(twice))}: the row is there twice")
     if len(rows) and rows.position.min() < 0:
         raise TraceError(f"{where} {Describer(rows)(np.argmin(rows.position))}: position is negative")
     row = rows.row_of_entry

@@ -75,7 +75,7 @@ class Describer:
 
 
 class CapturedBetas:
-    """Window means of beta of every stream, out of the `betas` table: ``values`` ``[stream, window]``, NaN = missing."""
+    """Window means of beta of every stream, out of the `betas` table: ``values`` ``[stream, window]``, NaN if missing."""
 
     def __init__(self, trace: Trace, rows: SelectionRows, cfg: SparseConfig) -> None:
         if not trace.has("betas"):

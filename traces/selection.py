@@ -1,6 +1,8 @@
 """Block selection in numpy: pooling, forced blocks, query-aware picks, query-agnostic fill.
 
-arXiv 2510.13602, section 3. The torch twin of the engine lives in kernels/block_selection and kernels/block_pooling; a test holds them equal.
+arXiv 2510.13602, section 3.
+
+The torch twin of the engine lives in kernels/block_selection and kernels/block_pooling; a test holds them equal.
 """
 
 from __future__ import annotations
