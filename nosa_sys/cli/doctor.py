@@ -6,14 +6,12 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from nosa_sys import __version__
 from nosa_sys.cli import console as out
 from nosa_sys.cli.options import JsonFlag
+from nosa_sys.machine import cache_folder, cpu_name, memory_gib, nvidia_link, version_of
 
 NAME = "doctor"
 _PACKAGES = (
@@ -60,10 +58,10 @@ def examine() -> dict[str, Any]:
         "system": platform.platform(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": memory_gib(),
         "compiler": shutil.which("gcc") or shutil.which("cc"),
         "gpu": gpu,
-        "pcie": _nvidia_smi(),
+        "pcie": f"driver {link[0]}, {link[1]}" if (link := nvidia_link()) else None,
         "pinned_memory": gpu is not None and _pinned_memory(),
         "cache_folder": str(cache_folder()),
     }
@@ -89,36 +87,6 @@ def _text(value: Any) -> str:
     return "yes" if value is True else str(value)
 
 
-def version_of(distribution: str) -> str | None:
-    """Installed version of a distribution, None where it is missing."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def cache_folder() -> Path:
-    """Where converted weights are kept: $NOSA_CACHE, else ~/.cache/nosa-sys."""
-    return Path(os.environ.get("NOSA_CACHE") or Path.home() / ".cache" / "nosa-sys")
-
-
-def cpu_name() -> str:
-    """Model name of the CPU as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-
-
 def _torch_gpu(torch_version: str | None) -> tuple[str | None, str]:
     """(device name, "") or (None, reason)."""
     if torch_version is None or importlib.util.find_spec("torch") is None:
@@ -139,24 +107,3 @@ def _pinned_memory() -> bool:
         return torch.empty(1, pin_memory=True).is_pinned()
     except RuntimeError:
         return False
-
-
-def _nvidia_smi() -> str | None:
-    """Driver, link generation and width; None where there is no tool."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = "driver_version,pcie.link.gen.max,pcie.link.width.max"
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    if not answer or answer[0].count(",") != 2:
-        return None
-    driver, generation, width = (part.strip() for part in answer[0].split(","))
-    return f"driver {driver}, PCIe gen {generation} x{width}"

@@ -11,9 +11,9 @@ import typer
 from nosa_sys.cli import console as out
 from nosa_sys.cli.budgets import resolve_budgets
 from nosa_sys.cli.options import BudgetFlags, CacheFlags, ConfigFile, DryRun, JsonFlag, Overwrite, field_names, grouped
-from nosa_sys.cli.outputs import check_output, whole_directory
 from nosa_sys.cli.settings import Settings, read_yaml_mapping
 from nosa_sys.experiments.replays import ReplayRequest, default_policy, default_slots, replay_document
+from nosa_sys.outputs import check_output, whole_directory
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.schema import TraceMeta
 

@@ -9,7 +9,7 @@ import typer
 
 from nosa_sys.cli import console as out
 from nosa_sys.cli.options import JsonFlag, Overwrite
-from nosa_sys.cli.outputs import check_output, write_whole
+from nosa_sys.outputs import check_output, write_whole
 
 NAME = "report"
 

@@ -21,11 +21,11 @@ from nosa_sys.cli.options import (
     field_names,
     grouped,
 )
-from nosa_sys.cli.outputs import check_output, whole_directory
 from nosa_sys.cli.replay import resolve_cache
 from nosa_sys.cli.settings import Settings, read_yaml_mapping
 from nosa_sys.errors import ConfigError
 from nosa_sys.model_shape import ModelShape
+from nosa_sys.outputs import check_output, whole_directory
 from nosa_sys.traces.schema import TraceMeta
 
 NAME = "simulate"

@@ -1,0 +1,116 @@
+"""From model, budget, cache and decode options to a CaptureRequest: shared by ``capture`` and ``generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nosa_sys.cli.budgets import note_bytes, resolve_budgets
+from nosa_sys.cli.options import BudgetFlags, CacheFlags, DecodeFlags, ModelFlags
+from nosa_sys.cli.settings import Settings
+from nosa_sys.errors import ConfigError
+from nosa_sys.methods import get_method
+from nosa_sys.model_shape import PRESETS, ModelShape
+from nosa_sys.sparse_config import SparseConfig
+
+if TYPE_CHECKING:
+    from nosa_sys.experiments.capture import CaptureRequest
+
+DEFAULT_MODEL = "smollm2-135m"
+_MAX_PROMPT_BYTES = 256 * 2**20
+# SmolLM2's tokenizer makes about this many characters of English a token; for the banner's estimate alone
+_CHARACTERS_PER_TOKEN = 3.6
+
+
+def read_prompt(path: Path) -> str:
+    """The text of a prompt file; ConfigError names a missing, empty, oversized or undecodable one."""
+    if not path.is_file():
+        raise ConfigError(f"no such prompt file: {path}")
+    n_bytes = path.stat().st_size
+    if n_bytes > _MAX_PROMPT_BYTES:
+        raise ConfigError(f"{path} has {n_bytes} bytes, more than the limit of {_MAX_PROMPT_BYTES} for a prompt")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if not text:
+        raise ConfigError(f"{path} is empty; a prompt needs at least one character")
+    return text
+
+
+def build_request(
+    settings: Settings,
+    prompts: tuple[str, ...],
+    model: ModelFlags,
+    budgets: BudgetFlags,
+    cache: CacheFlags,
+    decode: DecodeFlags,
+    *,
+    seed: int | None,
+    record_scores: bool = False,
+    force_tokens: Any = None,
+) -> CaptureRequest:
+    """Resolve and note every setting; raises before any weight is read."""
+    from nosa_sys.engine.sampling import SamplingParams  # torch: only the verbs that decode wait for it
+    from nosa_sys.experiments.capture import CaptureRequest
+
+    name = settings.pick("model", model.model, DEFAULT_MODEL)
+    sparse = resolve_budgets(budgets, settings, SparseConfig(), "default")
+    method = settings.pick("method", cache.method, "nosa")
+    get_method(method).check(sparse)
+    slots, slots_origin = settings.find("slots", cache.slots, int)
+    dense = get_method(method).dense
+    if not dense:
+        settings.note("slots", sparse.topk if slots is None else slots, slots_origin or "derived: k")
+    n_slots = sparse.topk if slots is None else slots
+    policy, policy_origin = settings.find("policy", cache.policy, str)
+    if not dense:
+        shown = policy if policy is not None else ("exact" if n_slots <= sparse.topk else "lru")
+        settings.note("policy", shown, policy_origin or "derived")
+    if policy == "belady":
+        raise ConfigError("policy belady knows the future, so it exists in nosa replay alone; use exact, lru or beta")
+    head = settings.pick("head", model.head, "ed_dma")
+    dtype = settings.pick("dtype", model.dtype, "float32")
+    device = settings.pick("device", model.device, "cpu")
+    sampling = SamplingParams(
+        temperature=settings.pick("temperature", decode.temperature, 0.0),
+        top_p=settings.pick("top_p", decode.top_p, 1.0),
+        seed=settings.pick("seed", seed, 0),
+    )
+    new_tokens = settings.pick("max_new_tokens", decode.max_new_tokens, 64)
+    if new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={new_tokens} must be >= 1")
+    cut, cut_origin = settings.find("max_prompt_tokens", decode.max_prompt_tokens, int)
+    settings.note("max_prompt_tokens", "no cut" if cut is None else cut, cut_origin or "default")
+    if cut is not None and cut < 1:
+        raise ConfigError(f"max_prompt_tokens={cut} must be >= 1")
+    threads, threads_origin = settings.find("threads", model.threads, int)
+    settings.note("threads", "as torch chooses" if threads is None else threads, threads_origin or "default")
+    adapter, adapter_origin = settings.find("adapter", None if model.adapter is None else str(model.adapter), str)
+    settings.note("adapter", adapter or "as shipped or in the checkpoint", adapter_origin or "default")
+    if name in PRESETS or Path(name).is_dir():
+        tokens = max(len(text) for text in prompts) / _CHARACTERS_PER_TOKEN
+        tokens = int(min(tokens, cut) if cut is not None else tokens) + new_tokens
+        settings.note("context, estimated", f"about {tokens:,} tokens", "derived")
+        shape = ModelShape.resolve(name)
+        note_bytes(settings, sparse, shape, slots=n_slots, tokens=tokens, batch=len(prompts), host_dtype=dtype)
+    return CaptureRequest(
+        sparse=sparse,
+        prompts=prompts,
+        max_new_tokens=new_tokens,
+        model=name,
+        method=method,
+        slots=None if dense and slots is None else n_slots,
+        policy=policy,
+        head=head,
+        dtype=dtype,
+        device=device,
+        adapter=adapter,
+        convert_dense=settings.pick("convert_dense", model.convert_dense, False),
+        record_scores=record_scores,
+        force_tokens=force_tokens,
+        sampling=sampling,
+        ignore_eos=settings.pick("ignore_eos", decode.ignore_eos, False),
+        max_prompt_tokens=cut,
+        threads=threads,
+    )
