@@ -38,6 +38,7 @@ def sparse_decode_attention(
 
     used = (slot_rows >= 0) & (block_ids >= 0)
     columns = used.flatten(0, 1).any(0)
+    columns[0] = True  # one entry at least, so that a maximum exists
     if not columns.all():  # short contexts pad the selection: do not gather what nobody reads
         used, slot_rows, block_ids = used[..., columns], slot_rows[..., columns], block_ids[..., columns]
     n_blocks = slot_rows.shape[2]
@@ -63,11 +64,12 @@ def sparse_decode_attention(
     scores = scores.masked_fill(~valid.view(-1, 1, block_size), -math.inf)
     scores = scores.view(batch, n_kv_heads, n_blocks, group, block_size)
 
-    lse = scores.logsumexp((2, 4))
-    floor = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - -inf) would be NaN in a row without valid tokens
-    weights = (scores - floor[:, :, None, :, None]).exp()
+    # Subtracting the maximum is exact; subtracting a large log-sum-exp would round every weight alike.
+    peak = _finite_or_zero(scores.detach().amax((2, 4)))
+    weights = (scores - peak[:, :, None, :, None]).exp()
+    total, lse = _normaliser(weights.sum((2, 4)), peak)
     parts = torch.bmm(weights.flatten(0, 2), values)
-    out = parts.view(batch, n_kv_heads, n_blocks, group, head_dim).sum(2)
+    out = parts.view(batch, n_kv_heads, n_blocks, group, head_dim).sum(2) / total.unsqueeze(-1)
     return out.reshape(batch, n_q_heads, head_dim).to(q.dtype), lse.reshape(batch, n_q_heads)
 
 
@@ -77,8 +79,20 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     out [batch, q_head, head_dim] and lse [batch, q_head] of each part. Returns (out in out_a's type, lse). A part
     without tokens (lse -inf) counts for nothing; two such parts give zeros and -inf.
     """
-    lse = torch.logaddexp(lse_a, lse_b)
-    floor = lse.masked_fill(lse == -math.inf, 0.0)
-    weight_a, weight_b = (lse_a - floor).exp().unsqueeze(-1), (lse_b - floor).exp().unsqueeze(-1)
-    merged = weight_a * out_a.to(lse.dtype) + weight_b * out_b.to(lse.dtype)
-    return merged.to(out_a.dtype), lse
+    peak = _finite_or_zero(torch.maximum(lse_a, lse_b).detach())
+    weight_a, weight_b = (lse_a - peak).exp(), (lse_b - peak).exp()
+    total, lse = _normaliser(weight_a + weight_b, peak)
+    mixed = weight_a.unsqueeze(-1) * out_a.to(lse.dtype) + weight_b.unsqueeze(-1) * out_b.to(lse.dtype)
+    return (mixed / total.unsqueeze(-1)).to(out_a.dtype), lse
+
+
+def _finite_or_zero(peak: Tensor) -> Tensor:
+    """Zero instead of -inf: exp(-inf - -inf) would be NaN where nothing is valid."""
+    return peak.masked_fill(peak == -math.inf, 0.0)
+
+
+def _normaliser(total: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of weights to divide by (1 where it is 0) and log-sum-exp (-inf there), both safe to differentiate."""
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    return total, (peak + total.log()).masked_fill(empty, -math.inf)
