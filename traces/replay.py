@@ -16,7 +16,7 @@ from nosa_sys.traces.policies import get_policy
 from nosa_sys.traces.reader import Trace
 from nosa_sys.traces.reselect import CapturedBetas, Describer, n_blocks_of, n_windows_of, reselect
 from nosa_sys.traces.reuse import BlockUses, block_uses, gamma_of
-from nosa_sys.traces.rows import SelectionRows
+from nosa_sys.traces.rows import SelectionRows, take_lists
 from nosa_sys.traces.schema import TraceMeta
 from nosa_sys.traces.selection import pool_windows_np
 from nosa_sys.traces.slot_cache import SlotCache
@@ -29,10 +29,14 @@ UNCHANGED_QUERIES = (
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a replay found; ``misses``, ``selections`` and ``gamma`` share one row order (step, sequence, layer, head)."""
+    """What a replay found. ``misses``, ``selections`` and ``gamma`` share one row order: step, sequence, layer, head.
+
+    ``loaded`` marks the entries of ``selections.block_ids`` that came from the host, bool ``[entry]``.
+    """
 
     misses: MissTable
     selections: SelectionRows
+    loaded: np.ndarray
     sparse: SparseConfig
     method: str
     slots: int
@@ -109,7 +113,8 @@ def replay(
     betas = None
     if get_policy(policy_name).needs_betas and not chosen.dense:
         betas = final_pooled_betas(trace, uses, cfg)
-    n_misses = serve(uses, cfg, chosen, n_slots, policy_name, betas)
+    loaded = serve(uses, cfg, chosen, n_slots, policy_name, betas)
+    n_misses = misses_of(uses, loaded)
     block_bytes = meta.model.kv_block_bytes(cfg.block_size, meta.host_kv_dtype)
     rows = dataclasses.replace(
         rows,
@@ -134,7 +139,9 @@ def replay(
         assumptions=assumptions,
     )
     misses.check_ranges(str(trace.directory))
-    return ReplayResult(misses, rows, cfg, chosen.name, n_slots, policy_name, again, assumptions)
+    back = np.argsort(uses.streams.order, kind="stable")
+    loaded = loaded[take_lists(uses.rows.offsets, back)[0]]
+    return ReplayResult(misses, rows, loaded, cfg, chosen.name, n_slots, policy_name, again, assumptions)
 
 
 def serve(
@@ -147,9 +154,9 @@ def serve(
     *,
     current_in_first_slot: bool = True,
 ) -> np.ndarray:
-    """Misses of each sorted row of ``uses``, int64 ``[row]``; method full has no host tier and misses nothing."""
+    """Which entries of ``uses`` are misses, bool ``[entry]``; method full has no host tier and misses nothing."""
     if method.dense:
-        return np.zeros(len(uses.rows), dtype=np.int64)
+        return np.zeros(len(uses.row), dtype=np.bool_)
     return SlotCache(
         uses,
         slots=slots,
@@ -158,6 +165,11 @@ def serve(
         pooled_betas=pooled_betas,
         current_in_first_slot=current_in_first_slot,
     ).run()
+
+
+def misses_of(uses: BlockUses, loaded: np.ndarray) -> np.ndarray:
+    """n_misses of each sorted row, int64 ``[row]``."""
+    return np.bincount(uses.row[loaded], minlength=len(uses.rows)).astype(np.int64)
 
 
 def final_pooled_betas(trace: Trace, uses: BlockUses, cfg: SparseConfig) -> np.ndarray:

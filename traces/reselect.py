@@ -44,6 +44,12 @@ class CapturedScores:
         ours = np.stack([getattr(rows, name).astype(np.int64) for name in _KEYS], axis=1)
         self.index = match_keys(ours, theirs)
 
+    @property
+    def n_windows(self) -> np.ndarray:
+        """Windows that the scores of each row cover, int64 ``[row]``; -1 for a row without scores."""
+        lengths = np.append(np.diff(self.offsets), -1)
+        return lengths[self.index]
+
     def windows(self, chosen: np.ndarray, n_windows: np.ndarray, describe: Describer) -> np.ndarray:
         """``[row, window]`` of the rows ``chosen``, zero padded; each list must be ``n_windows`` long."""
         score_row = self.index[chosen]
@@ -75,7 +81,7 @@ class Describer:
 
 
 class CapturedBetas:
-    """Window means of beta of every stream, out of the `betas` table: ``values`` ``[stream, window]``, NaN if missing."""
+    """Window means of beta out of the `betas` table: ``values`` ``[stream, window]``, NaN where missing."""
 
     def __init__(self, trace: Trace, rows: SelectionRows, cfg: SparseConfig) -> None:
         if not trace.has("betas"):
@@ -100,6 +106,12 @@ class CapturedBetas:
         self.values = np.full((streams.n_streams, width), np.nan, dtype=np.float32)
         inside = (stream >= 0) & (window >= 0) & (window < width)
         self.values[stream[inside], window[inside]] = values[inside]
+
+    @property
+    def n_complete(self) -> np.ndarray:
+        """Windows without a gap from the first on, of the stream of each row, int64 ``[row]``."""
+        gaps = np.isnan(np.pad(self.values, ((0, 0), (0, 1)), constant_values=np.nan))
+        return np.argmax(gaps, axis=1)[self.stream]
 
     def windows(self, chosen: np.ndarray, n_windows: np.ndarray, describe: Describer) -> np.ndarray:
         """``[row, window]`` of the rows ``chosen``; all of a row's ``n_windows`` must be there."""

@@ -59,18 +59,17 @@ class SlotCache:
         self._slot_of[self._uses.block[entries]] = 0
 
     def run(self) -> np.ndarray:
-        """Serve every row in time order; returns the misses of each sorted row, int64 ``[row]``.
+        """Serve every row in time order; returns which entries of the sorted rows were misses, bool ``[entry]``.
 
         A miss is a block of G that was not resident, the current block left out: that one is born on the device.
         """
         streams = self._uses.streams
         lengths = streams.lengths
-        misses = np.zeros(len(self._uses.rows), dtype=np.int64)
+        loaded = np.zeros(len(self._uses.row), dtype=np.bool_)
         for time in range(int(lengths.max(initial=0))):
             active = np.flatnonzero(lengths > time)
-            rows = streams.first[active] + time
-            misses[rows] = self._serve(active, rows, time)
-        return misses
+            loaded[self._serve(active, streams.first[active] + time, time)] = True
+        return loaded
 
     def _serve(self, active: np.ndarray, rows: np.ndarray, time: int) -> np.ndarray:
         offsets = self._uses.rows.offsets
@@ -88,8 +87,7 @@ class SlotCache:
         slot = self._slot_of[block[row_index, column_index]]
         self.last_use[active[row_index], slot] = time
         self.next_use[active[row_index], slot] = self._uses.following[entry[row_index, column_index]]
-        is_current = wanted & (self._uses.rows.block_ids[entry] == self._current[rows][:, None])
-        return (load & ~is_current).sum(axis=1)
+        return entry[load & (self._uses.rows.block_ids[entry] != self._current[rows][:, None])]
 
     def _wanted_slots(self, block: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """bool ``[stream, slot]``: slots that hold a wanted block already."""
