@@ -144,8 +144,8 @@ def test_head_none_gives_no_beta() -> None:
 @torch.no_grad()
 def test_smollm2_logits_equal_transformers(smollm2: LoadedModel) -> None:
     text = pydoc_data.topics.topics["assignment"]
-    tokens = torch.tensor(smollm2.tokenizer.encode(text)[:400])
-    assert len(tokens) == 400
+    tokens = torch.tensor(smollm2.tokenizer.encode(text)[:300])
+    assert len(tokens) == 300
     ours = smollm2.model.dense_logits(tokens)
     converted = open_converted(find_gguf(), "smollm2-135m")
     names = base_tensors(converted.config.shape)
