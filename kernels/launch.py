@@ -1,0 +1,64 @@
+"""What every Triton launcher needs: interpreter detection, padded sizes, grids that fill the device.
+
+Imports no triton, so that machines without it can import the dispatchers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+# Used where no device can be asked (interpreter, ahead-of-time compilation): an H200.
+_DEFAULT_SMS = 132
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its CPU interpreter (decided by the environment before they are imported)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def use_triton(*tensors: Tensor) -> bool:
+    """Whether the fast path serves these tensors: all on a CUDA device, none of them float64."""
+    return all(t.is_cuda and t.dtype != torch.float64 for t in tensors)
+
+
+def padded(n: int) -> int:
+    """Smallest power of two >= n, at least 1.
+
+    >>> [padded(n) for n in (0, 1, 3, 64, 65)]
+    [1, 1, 4, 64, 128]
+    """
+    return 1 << max(0, n - 1).bit_length()
+
+
+def n_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of the device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _DEFAULT_SMS
+
+
+def choose_splits(groups: int, units: int, places: int, *, max_splits: int = 64) -> int:
+    """How many CTAs share one group's ``units`` of work, so that the last wave over ``places`` CTAs is full.
+
+    The fewest splits among those that waste the least: each split costs a partial result and a share of the merge.
+
+    >>> choose_splits(groups=128, units=64, places=264), choose_splits(groups=32, units=256, places=264)
+    (2, 8)
+    >>> choose_splits(groups=512, units=64, places=264)
+    1
+    """
+    best, best_cost = 1, float("inf")
+    for splits in range(1, min(units, max_splits) + 1):
+        waves = -(-groups * splits // places)
+        cost = waves * -(-units // splits) * (1 + 0.01 * splits)
+        if cost < best_cost * 0.98:
+            best, best_cost = splits, cost
+    return best
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's device current: Triton launches on the current device and stream."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
