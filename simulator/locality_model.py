@@ -27,11 +27,10 @@ from nosa_sys.methods import Method, get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.workload import SequenceHistory
 from nosa_sys.sparse_config import SparseConfig
-from nosa_sys.traces.policies import get_policy
+from nosa_sys.traces.replay import misses_of, serve
 from nosa_sys.traces.reuse import block_uses
 from nosa_sys.traces.rows import SelectionRows
 from nosa_sys.traces.selection import select_blocks_np
-from nosa_sys.traces.slot_cache import SlotCache
 
 UNIT_TOKENS = 64
 MAX_SCORES = 2**33  # scores drawn for one sequence; above this a mistyped context or step count would run for hours
@@ -41,11 +40,11 @@ MAX_SCORES = 2**33  # scores drawn for one sequence; above this a mistyped conte
 class LocalityModel:
     """Parameters of the score processes; see the module for their meaning. ConfigError names one out of range."""
 
-    popularity_spread: float = 1.0
-    slow_correlation: float = 0.98
-    fast_spread: float = 0.5
-    stream_spread: float = 0.4
-    beta_correlation: float = 0.3
+    popularity_spread: float = 1.35
+    slow_correlation: float = 0.974
+    fast_spread: float = 0.33
+    stream_spread: float = 0.21
+    beta_correlation: float = 0.0
     part_correlation: float = 0.5
 
     def __post_init__(self) -> None:
@@ -118,21 +117,17 @@ class SyntheticSelections:
     betas: np.ndarray
     n_layers: int
     n_kv_heads: int
-    block_size: int
+    sparse: SparseConfig
+    method: str
 
     def history(self, slots: int, policy: str) -> SequenceHistory:
         """Pass the selections through slot caches; misses by the counting rules of traces."""
         uses = block_uses(self.rows)
         stream = np.repeat(np.arange(len(self.betas)), np.diff(uses.first_block))
-        cache = SlotCache(
-            uses,
-            slots=slots,
-            policy=get_policy(policy),
-            block_size=self.block_size,
-            pooled_betas=self.betas[stream, uses.block_ids],
-        )
+        betas = self.betas[stream, uses.block_ids]
+        loaded = serve(uses, self.sparse, get_method(self.method), slots, policy, betas)
         shape = (self.n_layers, self.n_kv_heads, -1)
-        misses = cache.run().reshape(shape).transpose(2, 0, 1)
+        misses = misses_of(uses, loaded).reshape(shape).transpose(2, 0, 1)
         selected = uses.rows.n_selected.reshape(shape).transpose(2, 0, 1)
         n_steps = misses.shape[0]
         position = uses.rows.position[:n_steps].astype(np.int64)
@@ -177,7 +172,8 @@ def synthetic_selections(
         scores.betas,
         shape.n_layers,
         shape.n_kv_heads,
-        sparse.block_size,
+        sparse,
+        method,
     )
 
 

@@ -97,6 +97,7 @@ class SyntheticSource:
         self._base = base
         self._note = note
         self._selections: dict[tuple[object, ...], list[SyntheticSelections]] = {}
+        self._served: dict[tuple[int, int, str], SequenceHistory] = {}
 
     def workload(self, request: Request) -> Workload:
         base = self._base
@@ -151,6 +152,7 @@ class SyntheticSource:
         key = (shape, sparse, method, context, steps, seed)
         if key not in self._selections:
             self._selections.clear()
+            self._served.clear()
         drawn = self._selections.setdefault(key, [])
         for sequence in range(len(drawn), n):
             drawn.append(
@@ -159,7 +161,10 @@ class SyntheticSource:
                     sequence=sequence,
                 )
             )  # fmt: skip
-        return [selections.history(slots, policy) for selections in drawn[:n]]
+        for sequence in range(n):
+            if (sequence, slots, policy) not in self._served:
+                self._served[sequence, slots, policy] = drawn[sequence].history(slots, policy)
+        return [self._served[sequence, slots, policy] for sequence in range(n)]
 
 
 def _dense_history(shape: ModelShape, sparse: SparseConfig, positions: np.ndarray) -> SequenceHistory:
@@ -256,40 +261,56 @@ class TraceSource:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._replayed: tuple[tuple[object, ...], TableSource, str] | None = None
+        self._key: tuple[object, ...] = ()
+        self._table: TableSource | None = None
+        self._longer: SyntheticSource | None = None
 
     def workload(self, request: Request) -> Workload:
-        table, method = self._table(request.sparse, request.method, request.slots, request.policy)
+        """Recorded misses where nothing is changed, a replay under other budgets, the locality model elsewhere."""
+        table = self._replayed(request)
         if request.context in (None, table.own_context):
             return table.workload(request)
-        own = table.workload(Request())
-        base = SyntheticWorkload(
-            own.shape, own.sparse, request.context or table.own_context, own.batch, len(own.loads), method,
-            own.slots or None, own.policy,
-        )  # fmt: skip
-        note = (
-            f"the trace has {table.own_context} tokens of context, so only its settings are used and its misses are not"
-        )
-        return SyntheticSource(base, note).workload(
-            dataclasses.replace(request, sparse=None, method=None, slots=None, policy=None)
-        )
-
-    def _table(
-        self, sparse: SparseConfig | None, method: str | None, slots: int | None, policy: str | None
-    ) -> tuple[TableSource, str]:
-        key = (sparse, method, slots, policy)
-        if self._replayed is None or self._replayed[0] != key:
-            meta = self._trace.meta
-            if key == (None, None, None, None):
-                misses, cfg, exact = MissTable.from_trace(self._trace), meta.sparse, True
-                n_slots, policy_name = meta.slots, meta.policy
-            else:
-                result = replay(self._trace, sparse=sparse, method=method, slots=slots, policy=policy)
-                misses, cfg, exact = result.misses, result.sparse, not result.reselected
-                n_slots, policy_name = result.slots, result.policy
-            device_bytes = meta.model.kv_block_bytes(cfg.block_size, meta.kv_dtype)
-            table = TableSource(
-                misses, meta.model, cfg, slots=n_slots, policy=policy_name, device_block_bytes=device_bytes, exact=exact
+        if self._longer is None:
+            own = table.workload(Request())
+            base = SyntheticWorkload(
+                own.shape,
+                own.sparse,
+                table.own_context,
+                own.batch,
+                len(own.loads),
+                own.method,
+                own.slots or None,
+                own.policy,
             )
-            self._replayed = (key, table, misses.method)
-        return self._replayed[1], self._replayed[2]
+            self._longer = SyntheticSource(
+                base,
+                f"the trace has {table.own_context} tokens of context: its settings are used, its misses are not",
+            )
+        return self._longer.workload(dataclasses.replace(request, sparse=None, method=None, slots=None, policy=None))
+
+    def _replayed(self, request: Request) -> TableSource:
+        key = (request.sparse, request.method, request.slots, request.policy)
+        if self._table is None or self._key != key:
+            self._key, self._table, self._longer = key, self._replay(request), None
+        return self._table
+
+    def _replay(self, request: Request) -> TableSource:
+        meta = self._trace.meta
+        if (request.sparse, request.method, request.slots, request.policy) == (None, None, None, None):
+            misses, sparse, slots, policy, exact = (
+                MissTable.from_trace(self._trace),
+                meta.sparse,
+                meta.slots,
+                meta.policy,
+                True,
+            )
+        else:
+            result = replay(
+                self._trace, sparse=request.sparse, method=request.method, slots=request.slots, policy=request.policy
+            )
+            misses, sparse, slots, policy = result.misses, result.sparse, result.slots, result.policy
+            exact = not result.reselected
+        device_block_bytes = meta.model.kv_block_bytes(sparse.block_size, meta.kv_dtype)
+        return TableSource(
+            misses, meta.model, sparse, slots=slots, policy=policy, device_block_bytes=device_block_bytes, exact=exact
+        )

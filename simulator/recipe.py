@@ -1,0 +1,226 @@
+"""Sweep recipes: what to vary and what to keep, read from YAML with every unknown key refused."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from nosa_sys.errors import ConfigError
+from nosa_sys.simulator.locality_model import LocalityModel
+
+MAX_RECIPE_BYTES = 2**20
+MAX_CONFIGURATIONS = 1_000_000
+
+Count = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
+CountOrZero = Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]
+Gbps = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+# A whole number is a count of slots; a fraction, or text such as 1.25x, is a multiple of topk.
+Slots = StrictInt | Number | StrictStr
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SparseRecipe(_Strict):
+    """Budgets of the base configuration, as in SparseConfig; what is left out keeps its default there."""
+
+    block_size: Count | None = None
+    kernel_size: Count | None = None
+    kernel_stride: Count | None = None
+    topk: Count | None = None
+    init_blocks: CountOrZero | None = None
+    window_size: Count | None = None
+    select_blocks: CountOrZero | None = None
+
+
+class LocalityRecipe(_Strict):
+    """Parameters of the locality model; what is left out keeps its default there."""
+
+    popularity_spread: Number | None = None
+    slow_correlation: Number | None = None
+    fast_spread: Number | None = None
+    stream_spread: Number | None = None
+    beta_correlation: Number | None = None
+    part_correlation: Number | None = None
+
+    def build(self) -> LocalityModel:
+        return LocalityModel(**self.model_dump(exclude_none=True))
+
+
+class SyntheticRecipe(_Strict):
+    """A workload of the locality model."""
+
+    model_shape: StrictStr
+    context: Count
+    batch: Count = 1
+    steps: Count = 64
+    method: StrictStr = "nosa"
+    sparse: SparseRecipe = SparseRecipe()
+    locality: LocalityRecipe = LocalityRecipe()
+    distinct_sequences: Count = 4
+
+
+class BaseRecipe(_Strict):
+    """Where misses come from: exactly one of a trace (a directory, relative to the current one) and synthetic."""
+
+    trace: StrictStr | None = None
+    synthetic: SyntheticRecipe | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> BaseRecipe:
+        if (self.trace is None) == (self.synthetic is None):
+            raise ValueError("give exactly one of trace and synthetic")
+        return self
+
+
+class Axes(_Strict):
+    """Values to combine, each with each. The order of fields is the order of rows: the last one varies fastest."""
+
+    model_shape: list[StrictStr] | None = None
+    method: list[StrictStr] | None = None
+    block_size: list[Count] | None = None
+    topk: list[Count] | None = None
+    k_e: list[CountOrZero] | None = None
+    select_blocks: list[CountOrZero] | None = None
+    context: list[Count] | None = None
+    slots: list[Slots] | None = None
+    policy: list[StrictStr] | None = None
+    batch: list[Count] | None = None
+    hardware: list[StrictStr] | None = None
+    h2d_gbps: list[Gbps] | None = None
+
+    @field_validator("*")
+    @classmethod
+    def _not_empty(cls, values: list[Any] | None) -> list[Any] | None:
+        if values is not None and not values:
+            raise ValueError("an axis needs at least one value")
+        return values
+
+    @field_validator("slots")
+    @classmethod
+    def _slots_readable(cls, values: list[Any] | None) -> list[Any] | None:
+        for value in values or []:
+            slots_of(value, 1)
+        return values
+
+    @model_validator(mode="after")
+    def _one_way_to_share(self) -> Axes:
+        if self.k_e is not None and self.select_blocks is not None:
+            raise ValueError("k_e and select_blocks set the same thing (select_blocks = topk - k_e): give one of them")
+        return self
+
+    def given(self) -> dict[str, list[Any]]:
+        """The axes in use, in their fixed order."""
+        return {name: list(v) for name in type(self).model_fields if (v := getattr(self, name)) is not None}
+
+
+class Recipe(_Strict):
+    """A whole sweep. ``steps`` is the number of decode steps to simulate (default: those of the base)."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
+    description: StrictStr = ""
+    base: BaseRecipe
+    hardware: StrictStr | None = None
+    h2d_gbps: Gbps | None = None
+    schedule: Literal["serial"] = "serial"
+    steps: Count | None = None
+    seed: CountOrZero = 0
+    axes: Axes
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if (self.hardware is None) == (self.axes.hardware is None):
+            raise ValueError("give hardware either once for the sweep or as an axis")
+        if self.h2d_gbps is not None and self.axes.h2d_gbps is not None:
+            raise ValueError("give h2d_gbps either once for the sweep or as an axis, not both")
+        if self.n_configurations > MAX_CONFIGURATIONS:
+            raise ValueError(f"{self.n_configurations} configurations exceed the limit of {MAX_CONFIGURATIONS}")
+        return self
+
+    @property
+    def n_configurations(self) -> int:
+        return math.prod(len(values) for values in self.axes.given().values())
+
+
+def slots_of(value: int | float | str, topk: int) -> int:
+    """Slots from an absolute count (whole number) or a multiple of topk (1.25, "1.25x").
+
+    >>> slots_of(80, 64), slots_of(1.25, 64), slots_of("2x", 64)
+    (80, 80, 128)
+    """
+    if isinstance(value, int):
+        return value
+    text = value.rstrip("xk ") if isinstance(value, str) else value
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not math.isfinite(factor) or not 1 <= factor <= 2**20:
+        raise ValueError(f"slots={value!r} must be a whole number of blocks or a multiple of topk >= 1, such as 1.25x")
+    return math.ceil(factor * topk - 1e-9)
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read and check a recipe; ConfigError names the file and the key at fault, with the nearest known one."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than the limit of {MAX_RECIPE_BYTES}")
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read recipe {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from None
+    return parse_recipe(data, str(path))
+
+
+def parse_recipe(data: Any, source: str = "recipe") -> Recipe:
+    """Check parsed YAML; see `load_recipe`."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source} must hold a mapping of keys, not {type(data).__name__}")
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_first_fault(error)}") from None
+
+
+def _first_fault(error: ValidationError) -> str:
+    # An unknown key explains what is missing elsewhere, so it comes first.
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
+    where = ".".join(str(part) for part in fault["loc"]) or "recipe"
+    if fault["type"] != "extra_forbidden":
+        return f"{where}: {fault['msg'].removeprefix('Value error, ')}"
+    known = _keys_at(fault["loc"][:-1])
+    near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.0)
+    return f"unknown key {where!r}; did you mean {near[0]!r}? known here: {', '.join(known)}"
+
+
+def _keys_at(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    children: dict[str, type[BaseModel]] = {
+        "base": BaseRecipe,
+        "synthetic": SyntheticRecipe,
+        "sparse": SparseRecipe,
+        "locality": LocalityRecipe,
+        "axes": Axes,
+    }
+    for part in location:
+        model = children.get(str(part), model)
+    return list(model.model_fields)

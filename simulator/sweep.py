@@ -1,0 +1,165 @@
+"""sweep: every configuration of a recipe, on all cores, resumable, the same bytes whatever the number of workers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from joblib import Parallel, delayed
+
+import nosa_sys
+from nosa_sys.errors import ConfigError, NosaError
+from nosa_sys.simulator.recipe import Recipe, load_recipe
+from nosa_sys.simulator.schedules import get_schedule
+from nosa_sys.simulator.simulate import open_source, price
+from nosa_sys.simulator.sources import Source
+from nosa_sys.simulator.sweep_plan import Configuration, Group, base_workload, plan
+from nosa_sys.simulator.sweep_results import RESULTS_FILE, SUMMARY_FILE, predicted_row, refused_row, write_results
+from nosa_sys.simulator.workload import Workload
+from nosa_sys.traces.reader import Trace
+from nosa_sys.traces.schema import TraceMeta, write_text_whole
+
+# (configurations done, configurations in all, seconds left or None while unknown)
+Progress = Callable[[int, int, float | None], None]
+_RESUME_FOLDER = ".resume"
+_ROWS_AT_ONCE = 16384  # step instances priced by one call
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """Where the results are, and the summary that was written."""
+
+    results_path: Path
+    summary_path: Path
+    summary: dict[str, Any]
+
+
+def sweep(
+    recipe: str | Path | Recipe, out: str | Path, *, workers: int | None = None, progress: Progress | None = None
+) -> SweepResult:
+    """Run a recipe and write ``results.parquet`` and ``summary.json`` under ``out``, each whole or not at all.
+
+    A combination that breaks a rule becomes a row with the reason in ``refused``. Groups that a killed run finished
+    are taken from ``out``. ``workers``: processes, all cores by default.
+
+    Raises NosaError for a recipe that cannot be run at all.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    workers = os.cpu_count() or 1 if workers is None else workers
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigError(f"workers={workers!r} must be a whole number >= 1")
+    meta = Trace.open(recipe.base.trace).meta if recipe.base.trace is not None else None
+    groups = plan(recipe, meta)
+    out = Path(out)
+    resume = out / _RESUME_FOLDER / _fingerprint(recipe, meta)
+    try:
+        resume.mkdir(parents=True, exist_ok=True)
+        rows = _collect(recipe, groups, resume, workers, progress)
+        summary = write_results(out, recipe, rows)
+        shutil.rmtree(out / _RESUME_FOLDER)
+    except OSError as error:
+        raise ConfigError(f"cannot write the sweep to {out}: {error.strerror or error}") from None
+    return SweepResult(out / RESULTS_FILE, out / SUMMARY_FILE, summary)
+
+
+def _collect(
+    recipe: Recipe, groups: list[Group], resume: Path, workers: int, progress: Progress | None
+) -> list[dict[str, Any]]:
+    """Rows of all groups in the order of configurations; finished groups are read back instead of run again."""
+    total, done, begin, ran = recipe.n_configurations, 0, time.monotonic(), 0
+    rows: list[dict[str, Any]] = []
+    waiting = []
+    for group in groups:
+        finished = _read_back(_group_path(resume, group), group)
+        if finished is None:
+            waiting.append(group)
+        else:
+            rows += finished
+            done += len(finished)
+    for found in _run_groups(recipe, waiting, resume, workers):
+        rows += found
+        done, ran = done + len(found), ran + len(found)
+        if progress is not None:
+            progress(done, total, (time.monotonic() - begin) / ran * (total - done))
+    if progress is not None and not ran:
+        progress(done, total, None)
+    return sorted(rows, key=lambda row: row["index"])
+
+
+def _run_groups(recipe: Recipe, groups: list[Group], resume: Path, workers: int) -> Iterable[list[dict[str, Any]]]:
+    if workers == 1 or len(groups) < 2:
+        source = open_source(base_workload(recipe)) if groups else None
+        return (run_group(recipe, group, _group_path(resume, group), source) for group in groups)
+    jobs = (delayed(run_group)(recipe, group, _group_path(resume, group)) for group in groups)
+    return Parallel(n_jobs=min(workers, len(groups)), return_as="generator")(jobs)
+
+
+def run_group(recipe: Recipe, group: Group, path: Path, source: Source | None = None) -> list[dict[str, Any]]:
+    """Rows of one group, also written to ``path`` for a later run to resume from."""
+    source = source or open_source(base_workload(recipe))
+    rows: list[dict[str, Any]] = []
+    batch: list[tuple[Configuration, Workload]] = []
+    waiting = 0
+    last: tuple[Any, Workload] | None = None
+    for configuration in group.configurations:
+        if configuration.request is None:
+            rows.append(refused_row(configuration, configuration.refused))
+            continue
+        if last is None or last[0] != configuration.request:
+            try:
+                last = (configuration.request, source.workload(configuration.request))
+            except NosaError as error:
+                rows.append(refused_row(configuration, str(error)))
+                last = None
+                continue
+        batch.append((configuration, last[1]))
+        waiting += len(last[1].loads)
+        if waiting >= _ROWS_AT_ONCE:
+            rows += _priced(recipe, batch)
+            batch, waiting = [], 0
+    if batch:
+        rows += _priced(recipe, batch)
+    write_text_whole(path, json.dumps(rows, allow_nan=False))
+    return rows
+
+
+def _priced(recipe: Recipe, batch: list[tuple[Configuration, Workload]]) -> list[dict[str, Any]]:
+    predictions = price([(w, c.hardware) for c, w in batch], get_schedule(recipe.schedule))
+    return [
+        predicted_row(configuration, prediction)
+        for (configuration, _), prediction in zip(batch, predictions, strict=True)
+    ]
+
+
+def _group_path(resume: Path, group: Group) -> Path:
+    return resume / f"group-{group.number:06d}.json"
+
+
+def _read_back(path: Path, group: Group) -> list[dict[str, Any]] | None:
+    """Rows of a finished group, None when it is not there or not whole."""
+    if not path.is_file():
+        return None
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        indices = {row["index"] for row in rows}
+    except (ValueError, TypeError, KeyError):
+        return None
+    return rows if indices == {c.index for c in group.configurations} else None
+
+
+def _fingerprint(recipe: Recipe, meta: TraceMeta | None) -> str:
+    """Names what a finished group depends on: the recipe, the trace's files, the program's version."""
+    identity: dict[str, Any] = {"recipe": recipe.model_dump(), "version": nosa_sys.__version__}
+    if meta is not None:
+        directory = Path(str(recipe.base.trace))
+        parts = sorted(directory.glob("*/part-*.parquet"))
+        identity["meta"] = meta.to_dict()
+        identity["parts"] = [[str(p.relative_to(directory)), p.stat().st_size, p.stat().st_mtime_ns] for p in parts]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
