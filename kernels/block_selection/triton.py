@@ -34,7 +34,7 @@ from nosa_sys.kernels.stage1_scores.triton import (
 from nosa_sys.methods import Method
 from nosa_sys.sparse_config import SparseConfig
 
-# One CTA holds every block of its row in registers.
+# One CTA holds every block of its row in registers (beyond 8192 blocks some spill, to L1).
 MAX_BLOCKS = 65536
 # More windows than this are turned into scores by a grid of their own.
 UNFUSED_COLUMNS = 2048
@@ -82,13 +82,19 @@ def _best(keys, need, RADIX_BITS: tl.constexpr):
     """Mask of the ``need`` largest keys, ties from the lowest index; there are at least ``need`` keys above 0."""
     digits = tl.arange(0, 1 << RADIX_BITS).to(tl.uint32)
     threshold = tl.zeros([1], dtype=tl.uint32)
+    one = tl.full([1], 1, dtype=tl.uint32)
     for step in range(32 // RADIX_BITS):
         shift = 32 - RADIX_BITS * (step + 1)
-        trial = threshold + (digits << shift)
-        enough = tl.sum((keys[:, None] >= trial[None, :]).to(tl.int32), axis=0) >= need
-        # Counts fall as digits rise and digit 0 always has enough: the last digit that has is their number less one.
-        digit = tl.sum(enough.to(tl.int32), axis=0) - 1
-        threshold += digit.to(tl.uint32) << shift
+        if RADIX_BITS == 1:
+            trial = threshold + (one << shift)
+            enough = tl.sum((keys >= trial).to(tl.int32), axis=0) >= need
+            threshold = tl.where(enough, trial, threshold)
+        else:
+            trial = threshold + (digits << shift)
+            enough = tl.sum((keys[:, None] >= trial[None, :]).to(tl.int32), axis=0) >= need
+            # Counts fall as digits rise, and digit 0 has enough: the last that has is their number less one.
+            digit = tl.sum(enough.to(tl.int32), axis=0) - 1
+            threshold += digit.to(tl.uint32) << shift
     above = keys > threshold
     equal = keys == threshold
     room = need - tl.sum(above.to(tl.int32), axis=0)
@@ -230,7 +236,7 @@ def launch_plan(n_blocks: int) -> tuple[int, int]:
         return 4, 4
     if n_blocks <= 2048:
         return 8, 2
-    return (16, 2) if n_blocks <= 8192 else (32, 1)
+    return (16, 1) if n_blocks <= 4096 else (32, 1)
 
 
 def _launch(
@@ -404,7 +410,7 @@ def _aot_specs() -> list[AotSpec]:
     scalars = dict.fromkeys(names, "i32")
     specs = []
     for source, name in ((_FROM_BLOCKS, "blocks"), (_FROM_WINDOWS, "windows"), (_FROM_LOGITS, "logits")):
-        for n_blocks in (256, 2048, 16384):
+        for n_blocks in (256, 2048, 8192) if source != _FROM_LOGITS else (256,):
             num_warps, radix_bits = launch_plan(n_blocks)
             constants = {"KV_HEADS": 2, "GROUP": 16, "GROUP_PAD": 16, "SPLITS": 2, "SPLITS_PAD": 2, "KERNEL": 32}
             constants |= {"STRIDE": 16, "BLOCK": 64, "RATIO": 4, "INIT": 1, "LOCAL": 16, "QUERY_AWARE": 15}

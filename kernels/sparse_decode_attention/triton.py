@@ -13,6 +13,7 @@ One CTA's stages hold 2 * tile * D * e bytes each: 32 KiB at the defaults, of 22
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -339,7 +340,14 @@ def _aot_specs() -> list[AotSpec]:
         ("fp32", 64, 64, False, True),
         ("fp32", 128, 16, True, False),
     ):
-        constants = {"KV_HEADS": 2, "GROUP": 16, "GROUP_PAD": 16, "DIM": dim, "DIM_PAD": padded(dim), "BLOCK": block}
+        constants: dict[str, Any] = {
+            "KV_HEADS": 2,
+            "GROUP": 16,
+            "GROUP_PAD": 16,
+            "DIM": dim,
+            "DIM_PAD": padded(dim),
+            "BLOCK": block,
+        }
         constants |= {"BLOCK_PAD": padded(block), "TILE": 32 if dtype == "fp32" else 64, "SPLITS": 2}
         constants |= {"PAGED": paged, "UPCAST": dtype == "fp32", "STAGES": 4}
         constants |= {} if biased else {"betas": None}

@@ -15,7 +15,7 @@ the tensor cores; an fp32 query takes plain fp32 dots (ieee, not tf32).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -324,7 +324,7 @@ def stage1_scores_causal(q: Tensor, key_means: Tensor, positions: Tensor, kernel
 
 def _aot_specs() -> list[AotSpec]:
     specs = []
-    shape = {"KV_HEADS": 2, "GROUP": 16, "GROUP_PAD": 16, "KERNEL": 32, "STRIDE": 16}
+    shape: dict[str, Any] = {"KV_HEADS": 2, "GROUP": 16, "GROUP_PAD": 16, "KERNEL": 32, "STRIDE": 16}
     scalars = dict.fromkeys(("n_columns", "pitch", "q_batch_rows", "means_batch_rows", "means_head_rows"), "i32")
     for query, keys, mode, tile, dim in (
         ("bf16", "bf16", "native", 64, 128),
