@@ -15,7 +15,8 @@ from nosa_sys.models.config import LlamaConfig
 from nosa_sys.models.safetensors_reader import CheckpointTensors
 from nosa_sys.models.tokenizer import Tokenizer
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
+RECORD_KEY = "nosa_sys"  # one key: safetensors writes several in an order of its own, and the bytes should not vary
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ def open_converted(gguf: Path, name: str) -> ConvertedModel:
 def _open(path: Path, digest: str) -> ConvertedModel:
     tensors = CheckpointTensors.open_file(path)
     try:
-        if tensors.metadata["gguf_sha256"] != digest:
+        record = json.loads(tensors.metadata[RECORD_KEY])
+        if record["gguf_sha256"] != digest:
             raise CheckpointError(f"{path} was made from another GGUF")
-        config = LlamaConfig.from_dict(json.loads(tensors.metadata["config"]))
-        settings = json.loads(tensors.metadata["tokenizer_settings"])
-        tokenizer = Tokenizer.from_json(tensors.metadata["tokenizer"], settings, path)
+        config = LlamaConfig.from_dict(record["config"])
+        tokenizer = Tokenizer.from_json(record["tokenizer"], record["tokenizer_settings"], path)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: metadata are not a converted model's: {error}") from None
     return ConvertedModel(tensors, config, tokenizer)
@@ -71,17 +72,17 @@ def _convert(gguf: Path, name: str, path: Path, digest: str) -> None:
     from nosa_sys.models.gguf_convert import GgufModel
 
     model = GgufModel(gguf, name)
-    metadata = {
+    record = {
         "gguf_sha256": digest,
-        "config": json.dumps(model.config.to_dict()),
+        "config": model.config.to_dict(),
         "tokenizer": model.tokenizer_json,
-        "tokenizer_settings": json.dumps(model.tokenizer_settings),
+        "tokenizer_settings": model.tokenizer_settings,
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=path.parent) as scratch:
             whole = Path(scratch) / path.name
-            save_file(dict(model.tensors()), whole, metadata=metadata)
+            save_file(dict(model.tensors()), whole, metadata={RECORD_KEY: json.dumps(record)})
             os.replace(whole, path)
     except OSError as error:
         raise CheckpointError(

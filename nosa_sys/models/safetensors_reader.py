@@ -178,7 +178,5 @@ def _read_index(path: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\:\0")
         if not plain or not name.isprintable():
-            raise CheckpointError(
-                f"{path}: tensor {name!r} lies in {shard!r}, no plain file name beside the index"
-            )
+            raise CheckpointError(f"{path}: tensor {name!r} lies in {shard!r}, no plain file name beside the index")
     return weight_map
