@@ -34,7 +34,7 @@ from nosa_sys.kernels.stage1_scores.triton import (
 from nosa_sys.methods import Method
 from nosa_sys.sparse_config import SparseConfig
 
-# One CTA holds every block of its row in registers (beyond 8192 blocks some spill, to L1).
+# One CTA holds every block of its row in registers (beyond 4096 blocks a few spill).
 MAX_BLOCKS = 65536
 # More windows than this are turned into scores by a grid of their own.
 UNFUSED_COLUMNS = 2048
@@ -236,7 +236,7 @@ def launch_plan(n_blocks: int) -> tuple[int, int]:
         return 4, 4
     if n_blocks <= 2048:
         return 8, 2
-    return (16, 1) if n_blocks <= 4096 else (32, 1)
+    return (16, 1) if n_blocks <= 8192 else (32, 1)
 
 
 def _launch(
@@ -410,7 +410,7 @@ def _aot_specs() -> list[AotSpec]:
     scalars = dict.fromkeys(names, "i32")
     specs = []
     for source, name in ((_FROM_BLOCKS, "blocks"), (_FROM_WINDOWS, "windows"), (_FROM_LOGITS, "logits")):
-        for n_blocks in (256, 2048, 8192) if source != _FROM_LOGITS else (256,):
+        for n_blocks in (256, 2048, 4096) if source != _FROM_LOGITS else (256,):
             num_warps, radix_bits = launch_plan(n_blocks)
             constants = {"KV_HEADS": 2, "GROUP": 16, "GROUP_PAD": 16, "SPLITS": 2, "SPLITS_PAD": 2, "KERNEL": 32}
             constants |= {"STRIDE": 16, "BLOCK": 64, "RATIO": 4, "INIT": 1, "LOCAL": 16, "QUERY_AWARE": 15}
