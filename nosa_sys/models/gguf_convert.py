@@ -58,7 +58,10 @@ class GgufModel:
         """One metadata value as plain Python; CheckpointError when it is absent and there is no default."""
         field = self._reader.fields.get(key)
         if field is not None:
-            return field.contents()
+            try:
+                return field.contents()
+            except UnicodeDecodeError:
+                raise CheckpointError(f"{self.path}: metadata key {key} is not UTF-8 text") from None
         if default:
             return default[0]
         raise CheckpointError(f"{self.path}: metadata key {key} is missing")

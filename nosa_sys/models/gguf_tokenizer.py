@@ -23,6 +23,9 @@ def tokenizer_json(tokens: dict[str, Any], pre: str) -> str:
         raise ConfigError(
             f"tokenizer {tokens['model']}/{pre} is not supported; known: gpt2 with {', '.join(PRE_TOKENIZERS)}"
         )
+    for key, kind in (("tokens", str), ("merges", str), ("token_type", int)):
+        if not isinstance(tokens[key], list) or not all(isinstance(value, kind) for value in tokens[key]):
+            raise ConfigError(f"tokenizer.ggml.{key} must be a list of {kind.__name__}")
     texts, kinds = tokens["tokens"], tokens["token_type"]
     if len(kinds) != len(texts):
         raise ConfigError(f"token_type has {len(kinds)} entries for {len(texts)} tokens")
@@ -51,7 +54,7 @@ def tokenizer_settings(
     special = {}
     for name, token in (("bos_token", bos_id), ("eos_token", eos_ids[0] if eos_ids else None)):
         if token is not None:
-            if not 0 <= token < len(texts):
-                raise ConfigError(f"{name} id {token} is outside the vocabulary of {len(texts)}")
+            if not isinstance(token, int) or not 0 <= token < len(texts):
+                raise ConfigError(f"{name} id {token!r} is outside the vocabulary of {len(texts)}")
             special[name] = texts[token]
     return {"eos_ids": list(eos_ids), "chat_template": chat_template, "special_tokens": special}

@@ -15,10 +15,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nosa_sys.errors import CheckpointError
 from nosa_sys.models import conversion_cache, smollm2
 from nosa_sys.models.conversion_cache import open_converted
+from nosa_sys.models.gguf_convert import GgufModel
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.models.load import LoadedModel, load_model
 from nosa_sys.models.random import random_tensors
@@ -164,6 +167,25 @@ def test_truncated_gguf(tmp_path: Path, cache: Path, share: float) -> None:
     path.write_bytes(whole[: int(len(whole) * share)])
     assert "m.gguf" in refusal(lambda: load_model(path, head="none"))
     assert not list(cache.glob("*"))
+
+
+@given(positions=st.lists(st.integers(0, 5_800), min_size=1, max_size=4), value=st.sampled_from([0, 1, 127, 255]))
+def test_changed_bytes_in_the_metadata_never_crash(
+    tmp_path_factory: pytest.TempPathFactory, positions: list[int], value: int
+) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    write_gguf(folder / "m.gguf")
+    damaged = bytearray((folder / "m.gguf").read_bytes())
+    for position in positions:
+        damaged[position] = value
+    (folder / "m.gguf").write_bytes(damaged)
+    message = "m.gguf"
+    try:
+        list(GgufModel(folder / "m.gguf", "m").tensors())
+    except CheckpointError as error:
+        message = str(error)
+    assert "m.gguf" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("share", [0.0, 0.00001, 0.1, 0.5, 0.99999])
