@@ -2,11 +2,11 @@
 
 Every stream (sequence, layer, KV head) has units of 64 tokens. A unit's query-aware score at step t is
 
-    popularity + slow(t) + fast(t)
+    popularity_spread * z + slow(t) + fast(t)
 
-with ``popularity`` constant ~ N(0, popularity_spread), ``slow`` an AR(1) process of unit variance with
-``slow_correlation`` between steps, and ``fast`` white ~ N(0, fast_spread x exp(N(0, stream_spread))), the last
-factor drawn once a stream. Its beta is constant ~ N(0, 1), correlated with popularity by ``beta_correlation``.
+with z ~ N(0, 1) constant, ``slow`` an AR(1) process of unit variance with ``slow_correlation`` between steps, and
+``fast`` white with the standard deviation fast_spread * exp(N(0, stream_spread) + fast_tilt * z): the first term is
+drawn once a stream, the second lets popular units fluctuate more. A unit's beta is constant ~ N(0, 1), correlated with z by ``beta_correlation``.
 A block of several units takes their maximum; units split by smaller blocks keep ``part_correlation`` among their
 parts. The blocks are then selected by the very rule that traces are selected by, and pass through the same slot
 caches, so k, k_e, block size, context, slots and policy act as they do on a trace.
@@ -33,6 +33,7 @@ from nosa_sys.traces.rows import SelectionRows
 from nosa_sys.traces.selection import select_blocks_np
 
 UNIT_TOKENS = 64
+_UNITS_AT_ONCE = 16
 MAX_SCORES = 2**33  # scores drawn for one sequence; above this a mistyped context or step count would run for hours
 
 
@@ -43,6 +44,7 @@ class LocalityModel:
     popularity_spread: float = 1.35
     slow_correlation: float = 0.974
     fast_spread: float = 0.33
+    fast_tilt: float = 0.0
     stream_spread: float = 0.21
     beta_correlation: float = 0.0
     part_correlation: float = 0.5
@@ -50,7 +52,7 @@ class LocalityModel:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            low, high = (-1.0, 1.0) if field.name == "beta_correlation" else (0.0, math.inf)
+            low, high = (-1.0, 1.0) if field.name in ("beta_correlation", "fast_tilt") else (0.0, math.inf)
             if field.name in ("slow_correlation", "part_correlation"):
                 high = 1.0
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -70,7 +72,8 @@ class _Scores:
         own = math.sqrt(1.0 - model.beta_correlation**2)
         self.betas = model.beta_correlation * standard + own * rng.standard_normal(shape)
         self._slow = rng.standard_normal(shape)
-        self._fast = model.fast_spread * np.exp(model.stream_spread * rng.standard_normal((n_streams, 1)))
+        spread = model.stream_spread * rng.standard_normal((n_streams, 1)) + model.fast_tilt * standard
+        self._fast = model.fast_spread * np.exp(spread)
 
     def next_step(self) -> np.ndarray:
         scores = self._popularity + self._slow + self._fast * self._rng.standard_normal(self._slow.shape)
@@ -88,7 +91,8 @@ class _BlockScores:
         part = math.gcd(UNIT_TOKENS, block_size)
         self._parts_per_unit, self._parts_per_block = UNIT_TOKENS // part, block_size // part
         self._n_blocks = -(-tokens // block_size)
-        n_units = -(-self._n_blocks * block_size // UNIT_TOKENS)
+        # whole groups, so that usual block sizes draw from the same units and can be compared
+        n_units = -(-self._n_blocks * block_size // (_UNITS_AT_ONCE * UNIT_TOKENS)) * _UNITS_AT_ONCE
         self._shared = math.sqrt(model.part_correlation)
         self._own_share = math.sqrt(1.0 - model.part_correlation)
         self._units = _Scores(model, n_streams, n_units, rng)
@@ -103,8 +107,6 @@ class _BlockScores:
     def _pooled(self, units: np.ndarray, parts: np.ndarray | None) -> np.ndarray:
         if parts is not None:
             units = self._shared * np.repeat(units, self._parts_per_unit, axis=1) + self._own_share * parts
-        if self._parts_per_block == 1:
-            return units
         used = units[:, : self._n_blocks * self._parts_per_block]
         return used.reshape(len(units), self._n_blocks, self._parts_per_block).max(axis=2)
 

@@ -55,6 +55,7 @@ class LocalityRecipe(_Strict):
     popularity_spread: Number | None = None
     slow_correlation: Number | None = None
     fast_spread: Number | None = None
+    fast_tilt: Number | None = None
     stream_spread: Number | None = None
     beta_correlation: Number | None = None
     part_correlation: Number | None = None

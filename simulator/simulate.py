@@ -79,6 +79,8 @@ def simulate(
     times, spans = plan.simpy(costs)
     if timeline is not None:
         write_timeline_file(Path(timeline), _timeline_events(times, spans))
+    if engine == "recurrence":  # the same numbers to the last bit, with and without a timeline
+        times = plan.recurrence(costs)
     return predict(workload, profile, costs, times, _rules(workload, plan))
 
 
