@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,18 @@ from nosa_sys.models.rope import inverse_frequencies, rotate
 from nosa_sys.models.weights import EMBEDDING, FINAL_NORM, LM_HEAD, TORCH_DTYPES, layer_name
 
 
+@dataclass
 class LlamaLayer:
     """Weights of one layer: q, k, v fused into one matrix and gate, up into another (fewer, larger products)."""
 
-    def __init__(self, qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor, norms: tuple[Tensor, Tensor]) -> None:
-        self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
-        self.attention_norm, self.mlp_norm = norms
-        self.A = torch.empty(0)
-        self.delta = torch.empty(0)
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    A: Tensor
+    delta: Tensor
 
 
 class LlamaModel:
@@ -69,21 +74,22 @@ class LlamaModel:
         def weight(part: str) -> Tensor:
             return self._take(tensors[layer_name(layer, f"{part}.weight")])
 
-        made = LlamaLayer(
-            qkv=torch.cat([weight(f"self_attn.{p}_proj") for p in "qkv"]),
+        if self.head == "none":
+            kv_heads, values = self.shape.n_kv_heads, self.shape.n_kv_heads * self.shape.head_dim
+            A, delta = torch.zeros(kv_heads), torch.zeros(kv_heads, values)
+        else:
+            A = tensors[layer_name(layer, "self_attn.A")]
+            delta = tensors[layer_name(layer, "self_attn.delta.weight")]
+        return LlamaLayer(
+            qkv=torch.cat([weight(f"self_attn.{part}_proj") for part in "qkv"]),
             o=weight("self_attn.o_proj"),
             gate_up=torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")]),
             down=weight("mlp.down_proj"),
-            norms=(weight("input_layernorm"), weight("post_attention_layernorm")),
+            attention_norm=weight("input_layernorm"),
+            mlp_norm=weight("post_attention_layernorm"),
+            A=A.to(self.device, self.acc_dtype),
+            delta=delta.to(self.device, self.acc_dtype),
         )
-        if self.head == "none":
-            kv_heads = self.shape.n_kv_heads
-            made.A = torch.zeros(kv_heads, dtype=self.acc_dtype, device=self.device)
-            made.delta = torch.zeros(kv_heads, kv_heads * self.shape.head_dim, dtype=self.acc_dtype, device=self.device)
-        else:
-            made.A = tensors[layer_name(layer, "self_attn.A")].to(self.device, self.acc_dtype)
-            made.delta = tensors[layer_name(layer, "self_attn.delta.weight")].to(self.device, self.acc_dtype)
-        return made
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (self.shape.hidden_size,), weight, self.config.rms_norm_eps)
