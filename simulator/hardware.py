@@ -73,12 +73,12 @@ class HardwareProfile:
         return self.h2d_gbps
 
     def with_h2d_gbps(self, h2d_gbps: float | None) -> HardwareProfile:
-        """The same machine at another host-to-device bandwidth; None leaves it as it is."""
+        """The same machine at another host-to-device bandwidth, thereby a projection; None leaves it as it is."""
         if h2d_gbps is None:
             return self
         value = check_gbps(h2d_gbps)
         sources = {**self.sources, "h2d_gbps": "given by the caller"}
-        return dataclasses.replace(self, h2d_gbps=value, sources=sources)
+        return dataclasses.replace(self, h2d_gbps=value, status="projected", sources=sources)
 
 
 def check_gbps(value: Any) -> float:

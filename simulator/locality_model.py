@@ -6,10 +6,10 @@ Every stream (sequence, layer, KV head) has units of 64 tokens. A unit's query-a
 
 with z ~ N(0, 1) constant, ``slow`` an AR(1) process of unit variance with ``slow_correlation`` between steps, and
 ``fast`` white with the standard deviation fast_spread * exp(N(0, stream_spread) + fast_tilt * z): the first term is
-drawn once a stream, the second lets popular units fluctuate more. A unit's beta is constant ~ N(0, 1), correlated with z by ``beta_correlation``.
-A block of several units takes their maximum; units split by smaller blocks keep ``part_correlation`` among their
-parts. The blocks are then selected by the very rule that traces are selected by, and pass through the same slot
-caches, so k, k_e, block size, context, slots and policy act as they do on a trace.
+drawn once a stream, the second lets popular units fluctuate more. A unit's beta is constant ~ N(0, 1), correlated
+with z by ``beta_correlation``. A block of several units takes their maximum; units split by smaller blocks keep
+``part_correlation`` among their parts. The blocks are then selected by the very rule that traces are selected by, and
+pass through the same slot caches, so k, k_e, block size, context, slots and policy act as they do on a trace.
 
 Fit of the default parameters: see `LocalityModel`.
 """
@@ -34,7 +34,9 @@ from nosa_sys.traces.selection import select_blocks_np
 
 UNIT_TOKENS = 64
 _UNITS_AT_ONCE = 16
-MAX_SCORES = 2**33  # scores drawn for one sequence; above this a mistyped context or step count would run for hours
+# Limits of one sequence: above them a mistyped context or step count would run for hours or fill memory.
+MAX_SCORES = 2**33
+MAX_UNITS = 2**25
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,10 @@ def synthetic_selections(
     variant.check(sparse)
     positions = synthetic_positions(context, steps, seed, sequence)
     n_streams = shape.n_layers * shape.n_kv_heads
-    if n_streams * steps * (int(positions[-1]) // sparse.kernel_stride + 1) > MAX_SCORES:
+    n_units = n_streams * (int(positions[-1]) // math.gcd(UNIT_TOKENS, sparse.block_size) + 1)
+    if n_units > MAX_UNITS or n_units * steps > MAX_SCORES:
         raise CapacityError(
-            f"context={context} x steps={steps} x {n_streams} heads is too much for the locality model; lower steps"
+            f"context={context} x steps={steps} x {n_streams} heads exceeds the locality model; lower context or steps"
         )
     rng = np.random.default_rng([seed, sequence, 0])
     scores = _BlockScores(model, n_streams, int(positions[-1]) + 1, sparse.block_size, rng)

@@ -17,7 +17,7 @@ from nosa_sys.simulator.locality_model import (
     synthetic_positions,
     synthetic_selections,
 )
-from nosa_sys.simulator.workload import SequenceHistory, Workload, draw_loads, histories_of
+from nosa_sys.simulator.workload import SequenceHistory, Workload, check_size, draw_loads, histories_of
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import MissTable
 from nosa_sys.traces.policies import get_policy
@@ -109,6 +109,7 @@ class SyntheticSource:
             request.steps or base.steps,
         )
         Request(context=context, batch=batch, steps=steps, method=method)
+        check_size(shape, batch, steps)
         inherits = request.sparse is None
         slots, policy = resolve_slots(
             sparse,
@@ -310,7 +311,16 @@ class TraceSource:
             )
             misses, sparse, slots, policy = result.misses, result.sparse, result.slots, result.policy
             exact = not result.reselected
+        if meta.status == "injected":
+            note = "the trace's selections were injected into its run, not chosen by the model"
+            misses = dataclasses.replace(misses, assumptions=[*misses.assumptions, note])
         device_block_bytes = meta.model.kv_block_bytes(sparse.block_size, meta.kv_dtype)
         return TableSource(
-            misses, meta.model, sparse, slots=slots, policy=policy, device_block_bytes=device_block_bytes, exact=exact
+            misses,
+            meta.model,
+            sparse,
+            slots=slots,
+            policy=policy,
+            device_block_bytes=device_block_bytes,
+            exact=exact and meta.status != "injected",
         )

@@ -18,7 +18,9 @@ from nosa_sys.simulator.memory import MemoryUse, memory_use
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import LayerStepMisses, MissTable
 
-MAX_CELLS = 2**28  # of [step, layer] tables: above this a mistyped batch or step count would fill memory
+# Above these a mistyped step count would fill memory, a mistyped batch run for hours.
+MAX_CELLS = 2**24  # [step, layer] entries
+MAX_BATCH = 2**16
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,16 @@ def histories_of(table: MissTable) -> list[SequenceHistory]:
     return found
 
 
+def check_size(shape: ModelShape, batch: int, steps: int) -> None:
+    """Refuse a situation that is too large to simulate, before any work."""
+    if batch > MAX_BATCH:
+        raise CapacityError(f"batch={batch} exceeds the limit of {MAX_BATCH}")
+    if steps * shape.n_layers > MAX_CELLS:
+        raise CapacityError(
+            f"steps={steps} of {shape.n_layers} layers exceed the limit of {MAX_CELLS // shape.n_layers}"
+        )
+
+
 def draw_loads(
     histories: list[SequenceHistory],
     shape: ModelShape,
@@ -148,10 +160,7 @@ def draw_loads(
     The first sequences are the histories themselves; each further one is a history (in turn) whose warm rows start at
     a drawn offset, so that births and misses of copies are not in step.
     """
-    if batch < 1 or steps < 1:
-        raise ConfigError(f"batch={batch} and steps={steps} must be >= 1")
-    if steps * shape.n_layers > MAX_CELLS:
-        raise CapacityError(f"steps={steps} x {shape.n_layers} layers exceed {MAX_CELLS} cells; lower steps")
+    check_size(shape, batch, steps)
     mapped = [h.for_shape(shape) for h in histories]
     cells = (steps, shape.n_layers)
     misses, filled, attended = (np.zeros(cells, dtype=np.int64) for _ in range(3))

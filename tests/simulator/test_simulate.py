@@ -197,6 +197,24 @@ def test_case_28_given_bandwidth_wins_over_the_profile(make_table, tiny_shape):
     assert from_profile.step_time_us == 2 * given_too.step_time_us == pytest.approx(16 * 32768 / 25e3)
 
 
+def test_status_is_that_of_the_profile_only_for_a_situation_that_was_recorded(make_table, tiny_shape):
+    table = make_table(np.full((1, 3, 2, 2), 4))
+    measured = dataclasses.replace(load_hardware("h200-provisional"), status="measured")
+    assert simulate(table, model_shape=tiny_shape, hardware=measured).status == "measured"
+    assert simulate(table, model_shape=tiny_shape, hardware=measured, batch=2).status == "projected"
+    assert simulate(table, model_shape=tiny_shape, hardware=measured, h2d_gbps=25.0).status == "projected"
+
+
+def test_synthetic_requests_too_large_are_refused_at_once(tiny_shape):
+    for change in ({"steps": 2**31}, {"batch": 10**9}, {"context": 2**40}):
+        for method in ("nosa", "full"):
+            if "context" in change and method == "full":
+                continue
+            work = SyntheticWorkload(tiny_shape, SparseConfig(), **{"context": 4096, "method": method, **change})
+            with pytest.raises(CapacityError, match=next(iter(change))):
+                simulate(work, **IDEAL)
+
+
 def test_device_memory_is_counted_and_its_limit_named(tiny_shape):
     """16 sequences x 2 layers x 2 heads: 64 slots of 32 KiB, 127 windows of fp32 means, betas of slots and windows."""
     work = SyntheticWorkload(tiny_shape, SparseConfig(), context=2048, batch=16, steps=1, slots=64)
@@ -248,6 +266,7 @@ def test_only_cold_steps_are_averaged_when_there_is_nothing_else(make_table, tin
         ({"model_shape": "nosa-8b"}, "layers"),
         ({"sparse": SparseConfig(block_size=32)}, "block_size"),
         ({"steps": 2**31}, "steps"),
+        ({"batch": 10**9}, "batch"),
         ({"hardware": "b300"}, "b300"),
     ],
 )
