@@ -68,6 +68,8 @@ def run(arguments: list[str] | None = None) -> int:
     command: Any = typer.main.get_command(app)
     try:
         result = command.main(args=arguments, prog_name="nosa", standalone_mode=False)
+        if result == EXIT_INTERRUPTED:  # newer typer turns Ctrl-C into this status, silently
+            return _fail("interrupted", EXIT_INTERRUPTED)
         return result if isinstance(result, int) else 0
     except NosaError as error:
         return _fail(str(error), EXIT_USER_ERROR)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -47,7 +48,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """A rich table; columns after the first are right-aligned numbers."""
-    result = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+    result = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
@@ -57,7 +58,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """A two-column table of named facts."""
-    result = Table(title=title, title_justify="left", show_header=False, show_edge=False, box=None, pad_edge=False)
+    result = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     result.add_column(style="dim", no_wrap=True)
     result.add_column(overflow="fold")
     for name, value in rows:

@@ -10,7 +10,7 @@ from nosa_sys.cli.options import BudgetFlags, CacheFlags, DecodeFlags, ModelFlag
 from nosa_sys.cli.settings import Settings
 from nosa_sys.errors import ConfigError
 from nosa_sys.methods import get_method
-from nosa_sys.model_shape import PRESETS, ModelShape
+from nosa_sys.model_shape import DTYPE_BYTES, PRESETS, ModelShape
 from nosa_sys.sparse_config import SparseConfig
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def build_request(
         raise ConfigError("policy belady knows the future, so it exists in nosa replay alone; use exact, lru or beta")
     head = settings.pick("head", model.head, "ed_dma")
     dtype = settings.pick("dtype", model.dtype, "float32")
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPE_BYTES)}")
     device = settings.pick("device", model.device, "cpu")
     sampling = SamplingParams(
         temperature=settings.pick("temperature", decode.temperature, 0.0),

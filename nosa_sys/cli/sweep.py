@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from nosa_sys.cli import console as out
-from nosa_sys.cli.options import DryRun, JsonFlag, Overwrite
+from nosa_sys.cli.decode_progress import DecodeProgress
+from nosa_sys.cli.options import DryRun, JsonFlag, Overwrite, Seed
 
 NAME = "sweep"
 
@@ -16,23 +18,49 @@ NAME = "sweep"
 def command(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to sweep.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Directory of results.parquet and summary.json.")],
-    workers: Annotated[int, typer.Option("--workers", help="Processes.", min=1)] = 1,
+    workers: Annotated[int | None, typer.Option("--workers", help="Processes (default: all cores).", min=1)] = None,
+    seed: Seed = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     json: JsonFlag = False,
 ) -> None:
     """Price every combination of a recipe; a second run takes up where the first stopped.
 
-    Example: [bold]nosa sweep experiments/demo_sweep.yaml --out out/sweep --workers 2[/bold]
+    Example: [bold]nosa sweep experiments/sweep-hot-buffer.yaml --out out/sweep --workers 2[/bold]
     """
-    from nosa_sys.experiments.sweeps import run_sweep  # scipy and simpy take their time
+    from nosa_sys.experiments.sweeps import check_sweep_output, run_sweep  # pydantic and scipy take their time
+    from nosa_sys.simulator.recipe import load_recipe
 
-    document = run_sweep(recipe, out_dir, workers=workers, overwrite=overwrite, dry_run=dry_run)
+    plan = load_recipe(recipe)
+    origin = "flag" if seed is not None else "file"
+    if seed is not None:
+        plan = plan.model_copy(update={"seed": seed})
+    workers_origin = "default" if workers is None else "flag"
+    n_workers = os.cpu_count() or 1 if workers is None else workers
+    base = (
+        plan.base.trace or f"synthetic, {plan.base.synthetic.model_shape}" if plan.base.synthetic else plan.base.trace
+    )
+    rows = [("recipe", plan.name, "file"), ("base", base, "file"), ("seed", plan.seed, origin)]
+    rows += [(f"axis {name}", ", ".join(map(str, values)), "file") for name, values in plan.axes.given().items()]
+    rows += [("configurations", plan.n_configurations, "derived"), ("workers", n_workers, workers_origin)]
+    out.stderr().print(out.table(f"sweep {recipe}", ("setting", "value", "from"), rows))
+    check_sweep_output(plan, out_dir, overwrite=overwrite and not dry_run)
+    if dry_run:
+        if json:
+            out.print_json({"kind": "sweep", "dry_run": True, "n_configurations": plan.n_configurations})
+        return
+    with DecodeProgress(out.stderr()) as progress:
+        document = run_sweep(plan, out_dir, workers=n_workers, progress=progress)
+    best = document["best"] or {}
+    facts = [
+        ("configurations", out.number(document["n_configurations"])),
+        ("refused, with the reason in the results", out.number(document["n_refused"])),
+        ("over the device's or host's memory", out.number(document["n_over_memory"])),
+        ("limited by", ", ".join(f"{name} {count}" for name, count in document["limited_by"].items())),
+        ("fastest that fits", ", ".join(f"{name} {out.number(value)}" for name, value in best.items())),
+        ("results", str(out_dir / "results.parquet")),
+    ]
     console = out.human(json)
-    console.print(out.facts(f"sweep {recipe.name}", [(key, _text(value)) for key, value in document.items()]))
+    console.print(out.facts(f"sweep {document['name']} ({', '.join(document['status'])})", facts))
     if json:
         out.print_json(document)
-
-
-def _text(value: Any) -> str:
-    return out.number(value) if not isinstance(value, (list, dict)) else str(out.plain(value))

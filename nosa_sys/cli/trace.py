@@ -9,11 +9,8 @@ import typer
 
 from nosa_sys.cli import console as out
 from nosa_sys.cli.options import JsonFlag
-from nosa_sys.traces.check import check_trace
-from nosa_sys.traces.reader import Trace
 
 app = typer.Typer(help="Work on trace directories.", no_args_is_help=True)
-_SHOWN_PROBLEMS = 20
 
 
 @app.callback()
@@ -33,13 +30,19 @@ def check(
 
     Example: [bold]nosa trace check out/trace[/bold]
     """
+    from nosa_sys.experiments.checks import check_document  # after the arguments: pyarrow takes its time
+    from nosa_sys.traces.reader import Trace
+
     trace = Trace.recover(directory) if allow_incomplete else Trace.open(directory)
     document = check_document(trace)
     console = out.human(json)
     for note in document["notes"]:
         console.print(f"note: {note}")
     if document["n_problems"]:
-        rows = [(p["table"], str(p["row"]), p["rule"], p["detail"]) for p in document["problems"]]
+        rows = [
+            (p["table"], "-" if p["row"] is None else str(p["row"]), p["rule"], p["detail"])
+            for p in document["problems"]
+        ]
         console.print(out.table(f"{document['n_problems']} problems", ("table", "row", "rule", "detail"), rows))
     else:
         console.print(f"{document['n_rows']:,} rows keep every rule")
@@ -47,24 +50,15 @@ def check(
     if json:
         out.print_json(document)
     if document["n_problems"]:
+        first = document["problems"][0]
+        where = first["table"] if first["row"] is None else f"{first['table']} row {first['row']}"
+        more = document["n_problems"] - 1
+        out.stderr().print(
+            f"nosa: {directory} breaks rule {first['rule']} at {where}: {first['detail']}"
+            + (f" (and {more} more)" if more else ""),
+            soft_wrap=True,
+        )
         raise typer.Exit(1)
-
-
-def check_document(trace: Trace) -> dict[str, Any]:
-    """The check's outcome, JSON-ready; at most the first problems are listed, all are counted."""
-    report = check_trace(trace)
-    return {
-        "kind": "trace_check",
-        "ok": not report.problems,
-        "n_rows": report.n_rows,
-        "n_problems": len(report.problems),
-        "problems": [
-            {"table": p.table, "row": p.row, "rule": p.rule, "detail": p.detail}
-            for p in report.problems[:_SHOWN_PROBLEMS]
-        ],
-        "facts": dict(report.facts),
-        "notes": list(trace.notes),
-    }
 
 
 def _text(value: Any) -> str:

@@ -35,7 +35,9 @@ def write_trace(directory: Path, *, name: str = "tiny", device: str = "a test de
             cells = [(layer, head) for layer in range(N_LAYERS) for head in range(N_HEADS)]
             misses = rng.integers(0, 3, len(cells)) if step else np.full(len(cells), 7)
             ids = [np.sort(rng.choice(30, 8, replace=False)).astype(np.int32) for _ in cells]
-            gamma = [None if step == 0 or layer == 3 else 1 - m / 8 for (layer, _), m in zip(cells, misses, strict=True)]
+            gamma = [
+                None if step == 0 or layer == 3 else 1 - m / 8 for (layer, _), m in zip(cells, misses, strict=True)
+            ]
             writer.add(
                 "selections",
                 {
