@@ -1,0 +1,47 @@
+"""Bytes that the simulator charges equal the bytes that a real engine recorded, to the byte, for any captured trace."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+
+from nosa_sys import Engine, ModelShape, SparseConfig, Trace, simulate
+from nosa_sys.engine.recorder import Recorder
+from nosa_sys.models.random import random_model
+
+SHAPE = ModelShape("random", 2, 4, 2, 16, 32, 48, 97, dtype="float32")
+SPARSE = SparseConfig(block_size=16, topk=6, init_blocks=1, window_size=32, select_blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "slots", "policy"),
+    [("nosa", 6, "exact"), ("nosa", 8, "lru"), ("nosa", 8, "beta"), ("infllmv2", 6, "exact"), ("full", None, None)],
+)
+def test_bytes_charged_equal_bytes_that_an_engine_recorded(tmp_path, method, slots, policy):
+    sparse = dataclasses.replace(SPARSE, select_blocks=3 if method == "infllmv2" else 1)
+    model = random_model(SHAPE, seed=3, dtype="float32")
+    given = {} if slots is None else {"slots": slots, "policy": policy}
+    rng = np.random.default_rng(1)
+    with Recorder(tmp_path / "trace") as recorder:
+        engine = Engine(model, sparse, method=method, recorder=recorder, **given)
+        for length, new in ((150, 20), (1, 3), (208, 5)):  # of unequal lengths, leaving at different steps
+            engine.add(rng.integers(0, 97, length).tolist(), max_new_tokens=new)
+        for _ in range(4):
+            engine.step()
+        engine.add(rng.integers(0, 97, 170).tolist(), max_new_tokens=6)  # joins later
+        list(engine.stream())
+    trace = Trace.open(tmp_path / "trace")
+    recorded = pc.sum(trace.table("selections")["h2d_bytes"]).as_py()
+    steps = trace.table("steps")
+    whole = steps.filter(pc.equal(steps["layer"], -1))
+    for engine_name in ("recurrence", "simpy"):
+        prediction = simulate(trace, hardware="h200-provisional", engine=engine_name)
+        assert prediction.h2d_bytes_total == recorded == pc.sum(whole["h2d_bytes"]).as_py()
+        assert prediction.d2h_bytes_total == pc.sum(whole["d2h_bytes"]).as_py()
+    assert (recorded > 0) == (method != "full")
+    assert prediction.n_cold_steps >= 2
+    assert prediction.n_steps == trace.meta.n_steps == 20
+    assert prediction.settings["slots"] == trace.meta.slots
