@@ -151,7 +151,12 @@ def _plan_launch(inputs: dict[str, Any], state: dict[str, Tensor]) -> dict[str, 
         token_betas=inputs["token_betas"],
         slot_betas=state["slot_betas"],
     )
-    return {"wanted_slots": plan.wanted_slots, "wanted_rows": plan.slot_rows, "n_loads": plan.n_loads}
+    return {
+        "wanted_slots": plan.wanted_slots,
+        "wanted_rows": plan.slot_rows,
+        "n_loads": plan.n_loads,
+        "current_rows": plan.current_rows,
+    }
 
 
 _STATE = ("slot_blocks", "eviction_rank", "host_rows", "slot_rows", "count", "slot_betas")
@@ -174,6 +179,7 @@ def _reference_plan(inputs: dict[str, Any]) -> Tensors:
     wanted, heads, slots = inputs["wanted"], inputs["heads"], inputs["slot_blocks"].shape[1]
     wanted_slots = torch.full_like(wanted, -1)
     n_loads = wanted.new_zeros(wanted.shape[0])
+    current_rows = torch.full(wanted.shape[:1], -1, dtype=torch.int64, device=wanted.device)
     rows = torch.full(wanted.shape, -1, dtype=torch.int64, device=wanted.device)
     pairs: list[tuple[int, int]] = []
     for row, head in enumerate(inputs["row_heads"].tolist()):
@@ -184,6 +190,9 @@ def _reference_plan(inputs: dict[str, Any]) -> Tensors:
         update = reference.update_slots(inputs["slot_blocks"][one], wanted[row : row + 1], rank, inputs["keep"])
         state["slot_blocks"][one] = update.slot_blocks
         wanted_slots[row] = update.wanted_slots[0]
+        is_current = (wanted[row] == inputs["current_blocks"][row]) & (wanted[row] >= 0)
+        if is_current.any():
+            current_rows[row] = head * slots + update.wanted_slots[0][is_current][0]
         rows[row] = torch.where(update.wanted_slots[0] >= 0, update.wanted_slots[0] + head * slots, -1)
         if inputs["use_step"] is not None:
             state["eviction_rank"][head, update.wanted_slots[0][update.wanted_slots[0] >= 0].long()] = 99
@@ -198,7 +207,7 @@ def _reference_plan(inputs: dict[str, Any]) -> Tensors:
     state["count"][0] = len(pairs)
     for index, (host_row, slot_row) in enumerate(pairs):
         state["host_rows"][index], state["slot_rows"][index] = host_row, slot_row
-    return state | {"wanted_slots": wanted_slots, "wanted_rows": rows, "n_loads": n_loads}
+    return state | {"wanted_slots": wanted_slots, "wanted_rows": rows, "n_loads": n_loads, "current_rows": current_rows}
 
 
 def compare_plan(

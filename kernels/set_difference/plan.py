@@ -29,11 +29,13 @@ class LoadList:
 @dataclass(frozen=True)
 class SlotPlan:
     """What attention and the recorder need of one step: slots int32 and slot_rows int64 [row, k] of every wanted
-    block (-1 padding), n_loads int32 [row]."""
+    block (-1 padding), n_loads int32 [row], current_rows int64 [row]: where each row's current block is (-1: it has none
+    or it is not wanted)."""
 
     wanted_slots: Tensor
     slot_rows: Tensor
     n_loads: Tensor
+    current_rows: Tensor
 
 
 def plan_slots(
@@ -75,7 +77,10 @@ def plan_slots(
     if use_step is not None and not keep_unwanted:
         raise ConfigError("use_step ranks slots that keep_unwanted=False would empty at once; leave it out")
     plan = SlotPlan(
-        torch.empty_like(wanted), wanted.new_empty((n_rows, k), dtype=torch.int64), wanted.new_empty(n_rows)
+        torch.empty_like(wanted),
+        wanted.new_empty((n_rows, k), dtype=torch.int64),
+        wanted.new_empty(n_rows),
+        wanted.new_empty(n_rows, dtype=torch.int64),
     )
     named: dict[str, Tensor | None] = {
         "updated_blocks": slot_blocks,
@@ -84,6 +89,7 @@ def plan_slots(
         "load_blocks": None,
         "load_slots": None,
         "n_loads": plan.n_loads,
+        "current_rows": plan.current_rows,
     }
     given: dict[str, Any] = {
         "row_heads": row_heads,

@@ -50,6 +50,7 @@ def update_slots_kernel(
     load_blocks,
     load_slots,
     n_loads,
+    current_rows,
     list_host_rows,
     list_slot_rows,
     list_count,
@@ -188,6 +189,9 @@ def update_slots_kernel(
     slot_row = head * n_slots + target
     if slot_rows is not None:
         tl.store(slot_rows + row * n_wanted + entry, tl.where(target >= 0, slot_row, -1), mask=entry < n_wanted)
+    if current_rows is not None:
+        at_current = tl.where((block == current) & (target >= 0), slot_row, -1)
+        tl.store(current_rows + row, tl.max(at_current, axis=0))
     if load_blocks is not None:
         padding = (entry >= n_loaded) & (entry < n_wanted)
         tl.store(load_blocks + row * n_wanted + order, block, mask=loaded)
@@ -316,6 +320,7 @@ def update_slots(
         "load_blocks": outputs.load_blocks,
         "load_slots": outputs.load_slots,
         "n_loads": outputs.n_loads,
+        "current_rows": None,
     }
     options: dict[str, Tensor | None] = dict.fromkeys(OPTIONS)
     launch_update(slot_blocks, wanted, eviction_rank, keep_unwanted, named, options, 1, num_warps, tile_elements)
@@ -342,7 +347,8 @@ def _aot_specs() -> list[AotSpec]:
         if name.startswith("lists"):
             types |= {"load_blocks": "*i32", "load_slots": "*i32"}
         else:
-            types |= dict.fromkeys(("slot_rows", "row_heads", "list_host_rows", "list_slot_rows", "use_step"), "*i64")
+            types |= dict.fromkeys(("slot_rows", "row_heads", "list_host_rows", "list_slot_rows"), "*i64")
+            types |= {"use_step": "*i64", "current_rows": "*i64"}
             types |= {"current_blocks": "*i64", "list_count": "*i32", "page_table": "*i64"}
             types |= {"token_betas": "*fp32", "slot_betas": "*fp32"}
         for argument in update_slots_kernel.arg_names:
