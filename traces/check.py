@@ -66,27 +66,27 @@ def _check_meta(meta: TraceMeta, rows: SelectionRows, findings: Findings) -> Non
     method = get_method(meta.method)
     if not method.dense and meta.slots < meta.sparse.topk:
         findings.add("meta", None, "slots", f"slots={meta.slots} is fewer than topk={meta.sparse.topk}")
-    ids, first = np.unique(rows.sequence, return_index=True)
     known = {info.id: info for info in meta.sequences}
-    for number, row in zip(ids.tolist(), first.tolist(), strict=True):
-        if not known:
-            continue
+    if not known or not len(rows):
+        return
+    ids, first, of_row = np.unique(rows.sequence, return_index=True, return_inverse=True)
+    begins = np.full(len(ids), np.iinfo(np.int64).max)
+    np.minimum.at(begins, of_row, rows.position)
+    n_tokens = np.bincount(np.unique(np.stack([of_row, rows.step], axis=1), axis=0)[:, 0], minlength=len(ids))
+    for index, (number, row) in enumerate(zip(ids.tolist(), first.tolist(), strict=True)):
         if number not in known:
             findings.add("selections", row, "known-sequence", f"sequence {number} is not listed in meta.json")
             continue
         info = known[number]
-        own = rows.sequence == number
-        n_tokens = len(np.unique(rows.step[own]))
-        begin = int(rows.position[own].min())
-        if info.prompt_tokens and begin != info.prompt_tokens - 1:
+        if info.prompt_tokens and begins[index] != info.prompt_tokens - 1:
             findings.add(
                 "selections",
                 row,
                 "first-position",
-                f"sequence {number} begins at position {begin}, its prompt of {info.prompt_tokens} tokens ends at "
-                f"{info.prompt_tokens - 1}",
+                f"sequence {number} begins at position {begins[index]}; its prompt of {info.prompt_tokens} tokens "
+                f"ends at {info.prompt_tokens - 1}",
             )
-        if info.new_tokens and n_tokens != info.new_tokens:
+        if info.new_tokens and n_tokens[index] != info.new_tokens:
             findings.add(
-                "meta", None, "new-tokens", f"sequence {number}: {n_tokens} steps, new_tokens={info.new_tokens}"
+                "meta", None, "new-tokens", f"sequence {number}: {n_tokens[index]} steps, new_tokens={info.new_tokens}"
             )

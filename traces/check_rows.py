@@ -25,6 +25,7 @@ def check_rows(trace: Trace, findings: Findings) -> tuple[SelectionRows, np.ndar
     findings.add_rows(_TABLE, "origins-length", bad, lambda r: f"{n_origins[r]} origins for {n_ids[r]} block ids")
     rows = _aligned_rows(trace, bad, origin_offsets) if bad.any() else selection_rows(table)
     bad = bad | _check_keys(trace, rows, findings)
+    bad |= _check_groups(trace, rows, findings)
     bad |= _check_order(rows, findings)
     lists_ok = ~bad & _check_budget(trace, rows, ~bad, findings)
     bad |= ~lists_ok
@@ -76,6 +77,42 @@ def repeated(keys: list[np.ndarray]) -> np.ndarray:
     out = np.zeros(len(order), dtype=np.bool_)
     out[order] = again
     return out
+
+
+def _check_groups(trace: Trace, rows: SelectionRows, findings: Findings) -> np.ndarray:
+    """A sequence has one row for each layer and KV head at its step, all at one position."""
+    per_step = trace.meta.model.n_layers * trace.meta.model.n_kv_heads
+    order = np.lexsort((rows.position, rows.sequence, rows.step))
+    begins = np.zeros(len(rows), dtype=np.bool_)
+    begins[:1] = True
+    for key in (rows.step, rows.sequence):
+        begins[1:] |= key[order][1:] != key[order][:-1]
+    first = np.flatnonzero(begins)
+    size = np.diff(np.append(first, len(rows)))
+    group = np.empty(len(rows), dtype=np.int64)
+    group[order] = np.cumsum(begins) - 1
+    lead = np.full(len(first), len(rows))
+    np.minimum.at(lead, group, np.arange(len(rows)))
+    incomplete = np.zeros(len(rows), dtype=np.bool_)
+    incomplete[lead[size != per_step]] = True
+    findings.add_rows(
+        _TABLE,
+        "missing-row",
+        incomplete,
+        lambda r: (
+            f"{size[group[r]]} rows of step {rows.step[r]}, sequence {rows.sequence[r]}; layers x KV heads are "
+            f"{per_step}"
+        ),
+    )
+    middle = rows.position[order][first + size // 2] if len(first) else rows.position
+    differs = rows.position != middle[group]
+    findings.add_rows(
+        _TABLE,
+        "one-position",
+        differs,
+        lambda r: f"position {rows.position[r]}, other rows of the sequence at this step have {middle[group[r]]}",
+    )
+    return differs
 
 
 def _check_order(rows: SelectionRows, findings: Findings) -> np.ndarray:

@@ -131,11 +131,13 @@ def make_trace(
     scores: bool = True,
     levels: int | None = None,
     host_kv_dtype: str = "float32",
+    in_id_order: bool = False,
 ) -> SyntheticTrace:
     """A whole valid trace.
 
     ``sequences``: (prompt tokens, new tokens, step at which it joins). ``levels``: quantise scores and betas to
-    that many values, so that ties abound. Without ``scores`` the optional tables are left out.
+    that many values, so that ties abound. ``in_id_order``: seat the cold row's blocks in ascending id, the partial
+    current block included. Without ``scores`` the optional tables are left out.
     """
     rng = random.Random(seed)
     slots = cfg.topk if slots is None else slots
@@ -190,7 +192,8 @@ def make_trace(
                 chosen = select(position, window_scores, betas[key], cfg, method)
                 ids = sorted(chosen)
                 if cold:
-                    caches[key] = DictSlots(slots, policy, position, cfg.block_size)
+                    begin = 0 if in_id_order else position
+                    caches[key] = DictSlots(slots, policy, begin, cfg.block_size)
                 pooled_beta = {b: pooled(betas[key], n_windows, b, cfg) for b in range(current + 1)}
                 misses = 0 if method == "full" else caches[key].serve(ids, current, step, pooled_beta)
                 gamma = None if cold else len(previous[key] & set(ids)) / len(ids)
