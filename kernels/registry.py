@@ -15,6 +15,7 @@ OPERATION_MODULES = (
     "set_difference",
     "block_fetch",
     "sparse_decode_attention",
+    "paged_decode_attention",
     "prefill_attention",
 )
 

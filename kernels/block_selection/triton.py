@@ -107,7 +107,7 @@ def _first_nan(values, candidates, blocks):
 
 
 @triton.jit(
-    do_not_specialize=["n_columns", "pitch", "score_columns", "beta_columns", "beta_batch_stride", "n_blocks_limit"]
+    do_not_specialize=["n_columns", "pitch", "score_columns", "beta_head_stride", "beta_batch_stride", "n_blocks_limit"]
 )
 def select_kernel(
     logits,
@@ -126,7 +126,7 @@ def select_kernel(
     n_columns,
     pitch,
     score_columns,
-    beta_columns,
+    beta_head_stride,
     beta_batch_stride,
     n_blocks_limit,
     KV_HEADS: tl.constexpr,
@@ -163,7 +163,7 @@ def select_kernel(
     n_blocks = tl.minimum(n_blocks, n_blocks_limit)
     exists = blocks < n_blocks
     scores_at = scores + pair * score_columns
-    betas_at = betas + batch * beta_batch_stride + head * beta_columns
+    betas_at = betas + batch * beta_batch_stride + head * beta_head_stride
 
     n_windows = n_columns
     if SOURCE > 0:
@@ -258,8 +258,8 @@ def _launch(
 ) -> FastSelection:
     if n_blocks > MAX_BLOCKS:
         raise CapacityError(f"{n_blocks} blocks a row exceed {MAX_BLOCKS}; use a larger block_size")
-    if betas.stride(2) != 1 or betas.stride(1) != betas.shape[2]:
-        raise ConfigError(f"betas have strides {betas.stride()}; heads and windows must be contiguous")
+    if betas.stride(2) != 1:
+        raise ConfigError(f"betas have strides {betas.stride()}; the last dimension must be contiguous")
     batch, n_kv_heads = scores.shape[:2]
     device, pairs = scores.device, batch * n_kv_heads
     block_ids = torch.empty((batch, n_kv_heads, cfg.topk), dtype=torch.int32, device=device)
@@ -289,7 +289,7 @@ def _launch(
             scores.shape[2],
             split.logits.shape[2] // 16 if split else 0,
             scores.shape[2],
-            betas.shape[2],
+            betas.stride(1),
             betas.stride(0),
             n_blocks,
             KV_HEADS=n_kv_heads,
@@ -329,8 +329,7 @@ def select_pooled(
 ) -> FastSelection:
     """Select from pooled scores and betas float32 [batch, kv_head, block]; n_blocks [batch]. Never synchronises: NaN
     is reported in ``errors``. The method is not dense."""
-    scores, betas = scores.float().contiguous(), betas.float()
-    betas = betas if betas.stride(2) == 1 and betas.stride(1) == betas.shape[2] else betas.contiguous()
+    scores, betas = scores.float().contiguous(), betas.float().contiguous()
     return _launch(
         None,
         scores,
@@ -406,7 +405,7 @@ def _aot_specs() -> list[AotSpec]:
     pointers |= dict.fromkeys(("window_counts", "block_counts"), "*i32")
     pointers |= {"block_ids": "*i32", "origins": "*i8", "counts": "*i32", "errors": "*i32"}
     pointers |= dict.fromkeys(("pooled_scores", "pooled_betas"), "*fp32")
-    names = ("n_columns", "pitch", "score_columns", "beta_columns", "beta_batch_stride", "n_blocks_limit")
+    names = ("n_columns", "pitch", "score_columns", "beta_head_stride", "beta_batch_stride", "n_blocks_limit")
     scalars = dict.fromkeys(names, "i32")
     specs = []
     for source, name in ((_FROM_BLOCKS, "blocks"), (_FROM_WINDOWS, "windows"), (_FROM_LOGITS, "logits")):

@@ -1,6 +1,6 @@
 """Dense paged decode: the attention kernel of the slots, its rows read from a page table, without bias.
 
-Floor, knobs and compile specs: ``sparse_decode_attention.triton``, whose kernels these are.
+Floor and knobs: see ``sparse_decode_attention.triton``, whose kernels these are.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nosa_sys.errors import ConfigError
-from nosa_sys.kernels.sparse_decode_attention.triton import attend
+from nosa_sys.kernels.sparse_decode_attention.triton import attend, attend_spec
 
 
 def paged_decode_attention(
@@ -38,3 +38,9 @@ def paged_decode_attention(
         num_warps=num_warps,
         num_stages=num_stages,
     )
+
+
+AOT_SPECS = [
+    attend_spec(dtype, dim, block, paged=True, biased=False)
+    for dtype, dim, block in (("bf16", 128, 64), ("fp16", 128, 256), ("fp32", 128, 16))
+]

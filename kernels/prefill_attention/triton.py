@@ -275,7 +275,7 @@ def prefill_attention(
     return out
 
 
-def prefill_selection(
+def queue_selection(
     q: Tensor,
     key_means: Tensor,
     beta_means: Tensor,
@@ -284,8 +284,9 @@ def prefill_selection(
     method: Method,
     *,
     logits_bytes: int = 2**27,
-) -> Selection:
-    """As ``reference.prefill_selection``; waits for the device once, at the end, to see whether a NaN was met."""
+) -> tuple[Selection, Tensor | None]:
+    """``prefill_selection`` without waiting: (selection, errors int32 [sparse query, kv_head] or None). The errors
+    belong to the last queries, those with more than k blocks."""
     n_tokens, n_kv_heads = q.shape[0], key_means.shape[0]
     width = cfg.n_blocks(first_position + n_tokens) if method.dense else cfg.topk
     positions = torch.arange(first_position, first_position + n_tokens, device=q.device)
@@ -300,7 +301,7 @@ def prefill_selection(
         result = score_and_select(
             q[start : start + step],
             key_means[:, :n_windows].expand(len(lengths), -1, -1, -1),
-            beta_means[:, :n_windows].contiguous().expand(len(lengths), -1, -1),
+            beta_means[:, :n_windows].expand(len(lengths), -1, -1),
             lengths,
             cfg.n_blocks(context),
             cfg,
@@ -308,9 +309,18 @@ def prefill_selection(
         )
         parts.append(Selection(result.block_ids, result.origins, result.counts))
         errors.append(result.errors)
-    if errors:
-        raise_selection_errors(torch.cat(errors), first_row=first_position + n_dense)
-    return Selection(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    selection = Selection(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return selection, torch.cat(errors) if errors else None
+
+
+def prefill_selection(
+    q: Tensor, key_means: Tensor, beta_means: Tensor, first_position: int, cfg: SparseConfig, method: Method
+) -> Selection:
+    """As ``reference.prefill_selection``; waits for the device once, at the end, to see whether a NaN was met."""
+    selection, errors = queue_selection(q, key_means, beta_means, first_position, cfg, method)
+    if errors is not None:
+        raise_selection_errors(errors, first_row=first_position + q.shape[0] - len(errors))
+    return selection
 
 
 def _aot_specs() -> list[AotSpec]:

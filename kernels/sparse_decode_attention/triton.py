@@ -328,37 +328,26 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     return out, lse
 
 
+def attend_spec(dtype: str, dim: int, block: int, *, paged: bool, biased: bool) -> AotSpec:
+    """``attend_kernel`` for a type ("bf16", "fp16", "fp32"), as ``attend`` launches it."""
+    constants: dict[str, Any] = {"KV_HEADS": 2, "GROUP": 16, "GROUP_PAD": 16, "DIM": dim, "DIM_PAD": padded(dim)}
+    constants |= {"BLOCK": block, "BLOCK_PAD": padded(block), "TILE": 32 if dtype == "fp32" else 64, "SPLITS": 2}
+    constants |= {"PAGED": paged, "UPCAST": dtype == "fp32", "STAGES": 4}
+    constants |= {} if biased else {"betas": None}
+    constants |= {"block_ids": None} if paged else {}
+    signature = {"q": f"*{dtype}", "kv": f"*{dtype}", "betas": "*fp32", "rows": "*i32" if paged else "*i64"}
+    signature |= {"block_ids": "*i32", "lengths": "*i32", "out": "*fp32", "lse": "*fp32"}
+    signature |= {"n_entries": "i32", "q_batch_rows": "i32", "scale_log2": "fp32"}
+    signature |= dict.fromkeys(constants, "constexpr")
+    name = f"attend-{'pages' if paged else 'slots'}-{dtype}-{dim}-{block}"
+    return AotSpec(name, attend_kernel, signature, constants, 4, 4)
+
+
 def _aot_specs() -> list[AotSpec]:
-    specs = []
-    scalars = dict.fromkeys(("n_entries", "q_batch_rows"), "i32") | {"scale_log2": "fp32"}
-    for dtype, dim, block, paged, biased in (
-        ("bf16", 128, 64, False, True),
-        ("bf16", 128, 64, True, False),
-        ("bf16", 80, 16, False, True),
-        ("fp16", 96, 48, False, True),
-        ("fp16", 128, 256, True, False),
-        ("fp32", 64, 64, False, True),
-        ("fp32", 128, 16, True, False),
-    ):
-        constants: dict[str, Any] = {
-            "KV_HEADS": 2,
-            "GROUP": 16,
-            "GROUP_PAD": 16,
-            "DIM": dim,
-            "DIM_PAD": padded(dim),
-            "BLOCK": block,
-        }
-        constants |= {"BLOCK_PAD": padded(block), "TILE": 32 if dtype == "fp32" else 64, "SPLITS": 2}
-        constants |= {"PAGED": paged, "UPCAST": dtype == "fp32", "STAGES": 4}
-        constants |= {} if biased else {"betas": None}
-        constants |= {"block_ids": None} if paged else {}
-        pointers = {"q": f"*{dtype}", "kv": f"*{dtype}", "betas": "*fp32", "rows": "*i32" if paged else "*i64"}
-        pointers |= {"block_ids": "*i32", "lengths": "*i32", "out": "*fp32", "lse": "*fp32"}
-        signature = pointers | scalars | dict.fromkeys(constants, "constexpr")
-        name = f"attend-{'pages' if paged else 'slots'}-{dtype}-{dim}-{block}"
-        specs.append(AotSpec(name, attend_kernel, signature, constants, 4, 4))
+    shapes = (("bf16", 128, 64), ("bf16", 80, 16), ("fp16", 96, 48), ("fp32", 64, 64))
+    specs = [attend_spec(dtype, dim, block, paged=False, biased=dim != 96) for dtype, dim, block in shapes]
+    dims = {"DIM": 96, "DIM_PAD": 128}
     for dtype in ("bf16", "fp16", "fp32"):
-        dims = {"DIM": 96, "DIM_PAD": 128}
         constants = {"SPLITS": 5, "SPLITS_PAD": 8} | dims
         signature = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"out": f"*{dtype}"}
         signature |= dict.fromkeys(constants, "constexpr")
