@@ -346,6 +346,9 @@ class Engine:
                 f"no step was sparse: every context had at most k = {self.sparse.topk} blocks "
                 f"({self.sparse.topk_tokens} tokens), so attention was dense"
             )
+        longest, trained = self.memory.longest_tokens, self.model.config.max_positions
+        if longest > trained:
+            notes.append(f"contexts reached {longest} tokens; the model was made for {trained}: expect poor text")
         return {
             "method": self.method.name,
             "schedule": self.schedule.name,

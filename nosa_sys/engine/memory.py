@@ -41,6 +41,7 @@ class Memory:
         self.host = HostPool(shape, cfg.block_size, dtype, pin=on_gpu, limit_bytes=host_memory_bytes, poison=poison)
         self.block_bytes = shape.kv_block_bytes(cfg.block_size)
         self.page_table = torch.empty((0, 0), dtype=torch.int64, device=device)
+        self.longest_tokens = 0
 
     def host_pages_for(self, n_tokens: int) -> int:
         """Host pages of a context: its finished blocks, none for a dense method."""
@@ -48,6 +49,7 @@ class Memory:
 
     def ensure(self, n_lanes: int, n_tokens: int) -> None:
         """Room for ``n_lanes`` lanes of ``n_tokens`` tokens each."""
+        self.longest_tokens = max(self.longest_tokens, n_tokens)
         self.slots.ensure_lanes(n_lanes)
         if self.method.dense:
             self.slots.ensure_slots(self.cfg.n_blocks(n_tokens))

@@ -100,6 +100,7 @@ class RunMetrics:
             "new_tokens": total.n_rows,
             "sparse_step_share": _ratio(total.n_sparse_rows, total.n_rows),
             "blocks_loaded": total.n_misses,
+            "blocks_loaded_warm": warm_misses,
             "blocks_loaded_cold": total.cold_misses,
             "hit_rate": None if not warm_selected else 1.0 - warm_misses / warm_selected,
             "h2d_bytes": total.n_misses * size,
