@@ -271,3 +271,17 @@ def test_case_29_gradient_of_the_bias_by_finite_differences() -> None:
     for index in used:
         everything[index] = 0.0
     assert (everything == 0).all()  # no gradient, and no NaN, reaches what was not read
+
+
+def test_case_29_no_gradient_comes_from_poisoned_memory() -> None:
+    """A zero weight times NaN is NaN in the backward pass too: invalid keys must not reach q, nor values the weights."""
+    case = make_case([[[1, 0, -1], [2, 2, 9]]], [9], 4, 3, 4)
+    case.q.requires_grad_()
+    case.slots.requires_grad_()
+    out, lse = case.run()
+    (out.sum() + lse.sum()).backward()
+    assert case.q.grad is not None
+    assert case.slots.grad is not None
+    assert torch.isfinite(case.q.grad).all()
+    assert torch.isfinite(case.slots.grad).all()
+    assert case.q.grad.abs().max() > 0
