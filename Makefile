@@ -2,7 +2,7 @@
 # They need Python 3.11 or newer (with venv), gcc and make, and a package registry on the first run.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format structure clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -21,6 +21,7 @@ help:
 	@echo "make test    linters, type checker and all tests"
 	@echo "make lint    linters and type checker alone"
 	@echo "make format  rewrite the sources in the project's format"
+	@echo "make structure  write docs/structure.md from the docstrings"
 	@echo "make clean   remove .venv, out and caches"
 
 $(BIN)/python:
@@ -57,6 +58,9 @@ test: lint
 format: $(DEVELOP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+structure:
+	$(PYTHON) docs/structure.py
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

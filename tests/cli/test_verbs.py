@@ -1,0 +1,159 @@
+"""doctor, trace check, replay, simulate, sweep, report and ls on a captured trace; all with strict JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from nosa_sys.traces.reader import Trace
+from tests.cli.conftest import Nosa
+
+CONTRACT = (
+    "step_time_us",
+    "tokens_per_s",
+    "tokens_per_s_per_sequence",
+    "h2d_bytes_per_step",
+    "h2d_exposed_us",
+    "h2d_hidden_us",
+    "link_utilisation",
+    "limited_by",
+    "status",
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_doctor_names_what_runs_here(nosa: Nosa) -> None:
+    result = nosa("doctor", "--json")
+    assert result.status == 0, result.err
+    parts = {tier["part"]: tier for tier in result.document["tiers"]}
+    assert parts["engine on CPU (reference operations)"]["runs"] is True
+    assert all(tier["runs"] or tier["why"] for tier in parts.values())
+
+
+def test_trace_check_passes_and_counts_rows(nosa: Nosa, trace: Path) -> None:
+    result = nosa("trace", "check", trace, "--json")
+    assert result.status == 0, result.err
+    assert result.document["ok"] is True
+    assert result.document["n_rows"] == 20 * 2 * 2
+
+
+def test_replay_at_the_captured_setting_is_what_was_recorded(nosa: Nosa, trace: Path) -> None:
+    rows = Trace.open(trace).selections
+    result = nosa("replay", trace, "--json")
+    assert result.status == 0, result.err
+    document = result.document
+    assert document["h2d_bytes_total"] == int(rows.h2d_bytes.sum())
+    assert document["misses_per_head_step"] == pytest.approx(float(rows.n_misses[~rows.cold].mean()))
+    assert document["gamma_macro"] == pytest.approx(float(np.nanmean(rows.gamma)))
+
+
+def test_replay_with_spare_slots_moves_less_and_belady_least(nosa: Nosa, trace: Path) -> None:
+    totals = {
+        policy: nosa("replay", trace, "--slots", 9, "--policy", policy, "--json").document["h2d_bytes_total"]
+        for policy in ("lru", "beta", "belady")
+    }
+    exact = nosa("replay", trace, "--json").document["h2d_bytes_total"]
+    assert totals["belady"] <= min(totals["lru"], totals["beta"])
+    assert totals["lru"] <= exact
+
+
+def test_replay_under_other_budgets_states_its_assumption(nosa: Nosa, trace: Path) -> None:
+    result = nosa("replay", trace, "--topk", 8, "--select-blocks", 5, "--out", "again", "--json")
+    assert result.status == 0, result.err
+    assert any("queries" in text for text in result.document["assumptions"])
+    assert json.loads(Path("again/replay.json").read_text())["sparse"]["topk"] == 8
+
+
+def test_simulate_has_every_key_of_the_contract_and_charges_the_recorded_bytes(nosa: Nosa, trace: Path) -> None:
+    result = nosa("simulate", trace, "--hardware", "ideal", "--h2d-gbps", 8, "--out", "p", "--json")
+    assert result.status == 0, result.err
+    document = result.document
+    assert set(CONTRACT) <= set(document)
+    rows = Trace.open(trace).selections
+    assert document["h2d_bytes_total"] == int(rows.h2d_bytes.sum())
+    warm_bytes = int(rows.h2d_bytes[~rows.cold].sum())
+    assert document["step_time_us"] == pytest.approx(warm_bytes / 19 / 8e9 * 1e6, rel=1e-9)
+    assert Path("p/prediction.json").is_file()
+
+
+def test_simulate_on_another_situation_is_projected_and_says_why(nosa: Nosa, trace: Path) -> None:
+    result = nosa(
+        *("simulate", trace, "--hardware", "h200-provisional", "--model-shape", "nosa-8b", "--batch", 8),
+        *("--slots", 9, "--policy", "lru", "--timeline", "steps.json.gz", "--engine", "simpy", "--json"),
+    )
+    assert result.status == 0, result.err
+    assert result.document["status"] == "projected"
+    assert result.document["rules"]
+    assert Path("steps.json.gz").is_file()
+
+
+RECIPE = """
+name: small
+base: {trace: TRACE}
+hardware: h200-provisional
+axes:
+  slots: [1.0, 1.5]
+  batch: [1, 4]
+  h2d_gbps: [25.0, 50.0]
+"""
+
+
+def test_sweep_then_report_then_ls(nosa: Nosa, trace: Path) -> None:
+    recipe = Path("recipe.yaml")
+    recipe.write_text(RECIPE.replace("TRACE", str(trace)))
+    result = nosa("sweep", recipe, "--out", "out/sweep", "--workers", 1, "--json")
+    assert result.status == 0, result.err
+    assert result.document["n_configurations"] == 8
+    first = Path("out/sweep/results.parquet").read_bytes()
+    assert pq.read_table("out/sweep/results.parquet").num_rows == 8
+    assert nosa("sweep", recipe, "--out", "out/sweep", "--workers", 2, "--json").status == 0
+    assert Path("out/sweep/results.parquet").read_bytes() == first, "workers do not change the bytes"
+
+    recipe.write_text(RECIPE.replace("TRACE", str(trace)).replace("[1, 4]", "[2]"))
+    other = nosa("sweep", recipe, "--out", "out/sweep")
+    assert other.status == 2
+    assert "another recipe" in other.err
+    assert Path("out/sweep/results.parquet").read_bytes() == first
+
+    report = nosa("report", trace, "out/sweep", "--out", "out/report.html", "--json")
+    assert report.status == 0, report.err
+    assert any(key.startswith("gamma") for key in report.document["figures"])
+    assert any(key.startswith("batch") for key in report.document["figures"])
+
+    listed = nosa("ls", "out", trace, "--json").document
+    assert {entry["kind"] for entry in listed["outputs"]} == {"sweep", "trace"}
+    assert "h200-provisional" in listed["hardware"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("axes: [", "YAML"),
+        (RECIPE.replace("hardware", "hardwear"), "hardware"),
+        (RECIPE.replace("25.0", ".nan"), "h2d_gbps"),
+        (RECIPE.replace("h200-provisional", "abacus"), "abacus"),
+    ],
+)
+def test_bad_recipes_leave_nothing(nosa: Nosa, trace: Path, text: str, words: str) -> None:
+    Path("bad.yaml").write_text(text.replace("TRACE", str(trace)))
+    result = nosa("sweep", "bad.yaml", "--out", "sweep")
+    assert result.status == 2
+    assert words in result.err.splitlines()[-1]
+    assert not Path("sweep").exists()
+
+
+def test_help_has_an_example_for_every_verb(nosa: Nosa) -> None:
+    verbs = ("doctor", "generate", "capture", "replay", "simulate", "sweep", "report", "ls", "demo")
+    for verb in (*((verb,) for verb in verbs), ("trace", "check")):
+        result = nosa(*verb, "--help")
+        assert result.status == 0
+        assert "Example:" in result.out, verb
+        assert f"nosa {' '.join(verb)}" in " ".join(result.out.split()), verb
