@@ -152,7 +152,7 @@ def test_false_window_of_local_blocks_with_the_current_one() -> None:
         a = sinks + local + select_blocks - len(forced)
         m = k - len(forced) - a
         outside = candidates[m:]
-        picks = outside[:a] if n_blocks == 60 else outside[-a:]
+        picks = outside[:a] if n_blocks == 60 else outside[-a - 1 : -1]  # not the block that just left the window
         chosen.append(forced | set(picks) | set([b for b in candidates if b not in picks][:m]))
     assert [len(c) for c in chosen] == [k, k]
     assert len(chosen[0] & chosen[1]) == k_e - 1

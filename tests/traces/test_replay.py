@@ -206,6 +206,28 @@ def test_empty_trace_replays_to_nothing(tmp_path: Path) -> None:
         assert result.summary()["gamma_macro_mean"] is None
 
 
+def test_worked_example_of_the_documentation(tmp_path: Path) -> None:
+    """The table in docs/trace-format.md, row by row."""
+    cfg = SparseConfig(4, 4, 2, topk=6, init_blocks=1, window_size=8, select_blocks=2)
+    source = make_trace(cfg=cfg, n_layers=1, n_kv_heads=1, sequences=((32, 4, 0),), scores=False)
+    table = [  # block ids, misses, gamma
+        ([0, 2, 4, 5, 6, 7], 5, None),
+        ([0, 2, 3, 6, 7, 8], 1, 4 / 6),
+        ([0, 2, 3, 6, 7, 8], 0, 1.0),
+        ([0, 2, 4, 6, 7, 8], 1, 5 / 6),
+    ]
+    for row, (ids, _, _) in zip(source.tables["selections"], table, strict=True):
+        row["block_ids"] = ids
+    trace = Trace.open(source.write(tmp_path))
+    exact = replay(trace)
+    assert exact.misses.n_misses.tolist() == [n for _, n, _ in table]
+    assert exact.misses.block_bytes == 256
+    assert exact.selections.h2d_bytes.tolist() == [1280, 256, 0, 256]
+    assert exact.misses.per_layer_step().filled_blocks[:, 0].tolist() == [1, 0, 0, 0]
+    assert [None if np.isnan(g) else g for g in exact.gamma.tolist()] == [g for _, _, g in table]
+    assert replay(trace, slots=8, policy="lru").misses.n_misses.tolist() == [5, 1, 0, 0]
+
+
 def test_miss_table_sums(tmp_path: Path) -> None:
     source = make_trace(sequences=SEQUENCES, policy="lru", slots=10)
     trace = Trace.open(source.write(tmp_path))
