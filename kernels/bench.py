@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from nosa_sys.errors import HardwareError
 from nosa_sys.kernels.case import Case, Operation
 from nosa_sys.kernels.registry import OPERATION_MODULES, load_operation
 from nosa_sys.kernels.timing import Timing, device_copy_gbps, time_eager, time_in_graph
 
-HOST_LINK_OPERATIONS = ("block_fetch", "write_back")
+HOST_LINK_OPERATIONS = ("block_fetch", "write_back", "bulk_fetch", "dma_fetch")
 
 
 def ceilings() -> dict[str, float]:
@@ -64,7 +65,7 @@ def bench_case(operation: Operation, case: Case, ceiling: dict[str, float], seed
     for name, baseline in operation.baselines.items():
         try:
             base, base_mode = _timed(baseline, inputs)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, HardwareError) as error:
             row[f"{name}_error"] = str(error).splitlines()[0][:120]
             continue
         row[f"{name}_us"], row[f"{name}_mode"] = base.median_us, base_mode

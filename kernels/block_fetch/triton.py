@@ -25,7 +25,8 @@ _WORD_BYTES = 4
 _RUN_ALIGNMENT_BYTES = 16
 
 
-@triton.jit(do_not_specialize=["n_pairs", "n_source_rows", "n_target_rows"])
+# Counts of several layers may lie side by side: their alignment must not make variants, nor list lengths.
+@triton.jit(do_not_specialize=["n_pairs", "n_source_rows", "n_target_rows"], do_not_specialize_on_alignment=["count"])
 def copy_runs_kernel(
     source,
     target,

@@ -29,8 +29,8 @@ class LoadList:
 @dataclass(frozen=True)
 class SlotPlan:
     """What attention and the recorder need of one step: slots int32 and slot_rows int64 [row, k] of every wanted
-    block (-1 padding), n_loads int32 [row], current_rows int64 [row]: where each row's current block is (-1: it has none
-    or it is not wanted)."""
+    block (-1 padding), n_loads int32 [row], current_rows int64 [row]: where each row's current block is (-1:
+    there is none, or it is not wanted)."""
 
     wanted_slots: Tensor
     slot_rows: Tensor

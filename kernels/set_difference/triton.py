@@ -37,7 +37,8 @@ def _share(whole, scratch, offset, SIZE: tl.constexpr, WHOLE: tl.constexpr):
         tl.debug_barrier()
 
 
-@triton.jit
+# Counts of several layers may lie side by side: their alignment must not make variants of the kernel.
+@triton.jit(do_not_specialize_on_alignment=["list_count", "use_step"])
 def update_slots_kernel(
     slot_blocks,
     wanted,
