@@ -5,8 +5,12 @@ Bytes and FLOPs are counted from the case; baselines (torch or vendor) are timed
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +18,7 @@ import torch
 from nosa_sys.errors import HardwareError
 from nosa_sys.kernels.case import Case, Operation
 from nosa_sys.kernels.registry import OPERATION_MODULES, load_operation
-from nosa_sys.kernels.timing import Timing, device_copy_gbps, time_eager, time_in_graph
+from nosa_sys.kernels.timing import Timing, device_copy_gbps, environment, time_eager, time_in_graph
 
 HOST_LINK_OPERATIONS = ("block_fetch", "write_back", "bulk_fetch", "dma_fetch")
 
@@ -91,3 +95,38 @@ def linear_fit(n_bytes: list[int], times_us: list[float]) -> tuple[float, float]
     variance = math.fsum((x - mean_x) ** 2 for x in n_bytes)
     per_byte_us = covariance / variance
     return mean_y - per_byte_us * mean_x, 1e-3 / per_byte_us
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """One line of a bench table."""
+    if row["operation"] == "ceiling":
+        return f"ceilings: device copy {row['device_copy_gbps']:.0f} GB/s, SM reads {row['sm_read_gbps']:.2f} GB/s"
+    baselines = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if key.endswith("_us") and key[:1] != "p")
+    return (
+        f"{row['operation']:24s} {row['case']:32s} {row['dtype']:9s} {row['median_us']:9.1f} us "
+        f"{row['gbps']:8.1f} GB/s "
+        f"{row['share_of_ceiling']:6.1%} of {row['ceiling']:11s} {row['tflops']:7.1f} TFLOP/s  {baselines}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``python -m nosa_sys.kernels.bench --ops a,b --out FILE``: the table, and every row as JSON."""
+    parser = argparse.ArgumentParser(description="benchmark the kernels of this machine's GPU")
+    parser.add_argument("--ops", default=",".join(OPERATION_MODULES))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("no CUDA device: kernel benchmarks need one", file=sys.stderr)
+        return 2
+    rows = []
+    for row in bench_kernels(tuple(options.ops.split(",")), seed=options.seed):
+        rows.append(row)
+        print(format_row(row), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Linear cost models of measured points, each with its leave-one-out error (numpy only)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nosa_sys.errors import HardwareError
+
+
+@dataclass(frozen=True)
+class LinearFit:
+    """``time_us = fixed_us + sum_i per_unit_us[i] * feature_i``, fitted to relative errors.
+
+    ``leave_one_out`` are relative errors |predicted - measured| / measured of each point, predicted by the model
+    fitted to all the others.
+    """
+
+    features: tuple[str, ...]
+    fixed_us: float
+    per_unit_us: tuple[float, ...]
+    leave_one_out: tuple[float, ...]
+
+    def predict(self, values: np.ndarray) -> np.ndarray:
+        """values [point, feature] -> microseconds [point]."""
+        return self.fixed_us + np.asarray(values, dtype=np.float64) @ np.asarray(self.per_unit_us)
+
+    def to_dict(self) -> dict[str, object]:
+        errors = np.asarray(self.leave_one_out)
+        return {
+            "model": "time_us = fixed_us + sum(per_unit_us[f] * f)",
+            "fixed_us": self.fixed_us,
+            "per_unit_us": dict(zip(self.features, self.per_unit_us, strict=True)),
+            "n_points": len(errors),
+            "leave_one_out_median": float(np.median(errors)),
+            "leave_one_out_p90": float(np.quantile(errors, 0.9)),
+            "leave_one_out_max": float(errors.max()),
+        }
+
+
+def _solve(values: np.ndarray, times_us: np.ndarray) -> np.ndarray:
+    """Non-negative least squares of relative errors: every row is divided by its own time."""
+    from scipy.optimize import nnls
+
+    design = np.concatenate([np.ones((len(values), 1)), values], axis=1) / times_us[:, None]
+    scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
+    solution, _ = nnls(design / scale, np.ones(len(values)))
+    return solution / scale
+
+
+def fit_linear(features: Sequence[str], values: np.ndarray, times_us: np.ndarray) -> LinearFit:
+    """Fit measured ``times_us`` [point] to ``values`` [point, feature].
+
+    Raises HardwareError with fewer points than coefficients plus one: a leave-one-out error would be meaningless.
+    """
+    values, times_us = np.asarray(values, dtype=np.float64), np.asarray(times_us, dtype=np.float64)
+    needed = len(features) + 2
+    if len(times_us) < needed:
+        raise HardwareError(f"a fit over {', '.join(features)} needs at least {needed} points, got {len(times_us)}")
+    if not (np.isfinite(times_us).all() and (times_us > 0).all()):
+        raise HardwareError("measured times must be finite and above 0")
+    coefficients = _solve(values, times_us)
+    errors = []
+    for left_out in range(len(times_us)):
+        keep = np.arange(len(times_us)) != left_out
+        others = _solve(values[keep], times_us[keep])
+        predicted = others[0] + values[left_out] @ others[1:]
+        errors.append(abs(predicted - times_us[left_out]) / times_us[left_out])
+    return LinearFit(tuple(features), float(coefficients[0]), tuple(map(float, coefficients[1:])), tuple(errors))
