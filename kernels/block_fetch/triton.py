@@ -1,11 +1,12 @@
 """Copies of whole KV blocks between pinned host memory and device slots by a few persistent CTAs (UVA).
 
 Every block is one contiguous run (K and V adjacent), moved as 32-bit words whatever its dtype. A run is cut into
-chunks, and a tile of ``chunks_per_tile`` chunks is what one CTA has in flight: 512 threads with four 16-byte loads
-each at the defaults. Tiles go round-robin over the CTAs, so 16 CTAs keep the link full from 64 runs of 32 KiB on.
+chunks, and a tile of ``tile_bytes`` is what one CTA has in flight: 512 threads with four 16-byte loads each at the
+defaults, whatever the run size. Tiles go round-robin over the CTAs, so 16 CTAs keep the link full from 64 runs of 32 KiB on.
 
 Floor: bytes / (rate at which SMs read pinned memory, ``ceiling.py``) plus one launch and one PCIe round trip, about
-3 us. Knobs worth scanning: n_ctas (4 to 32), num_warps (8, 16), chunk_bytes (4 to 16 KiB), chunks_per_tile (2, 4, 8).
+3 us. Knobs worth scanning: n_ctas (4 to 32), num_warps (8, 16), tile_bytes (16 to 64 KiB),
+chunk_bytes (4 to 16 KiB).
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def copy_runs(
     n_ctas: int = DEFAULT_CTAS,
     num_warps: int = 16,
     chunk_bytes: int = 8192,
-    chunks_per_tile: int = 4,
+    tile_bytes: int = 32768,
 ) -> None:
     """Launch the copy on the current stream; nothing is read back, so a graph can hold it.
 
@@ -142,6 +143,7 @@ def copy_runs(
         return
     size = chunk_words(words, chunk_bytes)
     n_chunks = n_pairs * -(-words // size)
+    chunks_per_tile = max(1, triton.next_power_of_2(tile_bytes) // (size * _WORD_BYTES))
     if n_chunks + n_ctas * chunks_per_tile >= 2**31:
         raise CapacityError(f"a list of {n_pairs} runs needs {n_chunks} chunks, past 2^31; split the list")
     grid = (max(1, min(n_ctas, -(-n_chunks // chunks_per_tile))),)
@@ -167,7 +169,8 @@ def _aot_specs() -> list[AotSpec]:
     sizes = dict.fromkeys(("n_pairs", "n_source_rows", "n_target_rows"), "i32")
     specs = []
     for name, words, count in (("32KiB", 8192, "*i32"), ("20KiB", 5120, "*i32"), ("odd", 1500, "constexpr")):
-        constants = {"RUN_WORDS": words, "CHUNK_WORDS": chunk_words(words, 8192), "CHUNKS_PER_TILE": 4}
+        size = chunk_words(words, 8192)
+        constants = {"RUN_WORDS": words, "CHUNK_WORDS": size, "CHUNKS_PER_TILE": 8192 // size}
         signature = pointers | {"count": count} | sizes | dict.fromkeys(constants, "constexpr")
         absent = {"count": None} if count == "constexpr" else {}
         specs.append(AotSpec(f"copy_runs-{name}", copy_runs_kernel, signature, constants | absent, 16))
