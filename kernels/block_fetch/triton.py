@@ -2,7 +2,8 @@
 
 Every block is one contiguous run (K and V adjacent), moved as 32-bit words whatever its dtype. A run is cut into
 chunks, and a tile of ``tile_bytes`` is what one CTA has in flight: 512 threads with four 16-byte loads each at the
-defaults, whatever the run size. Tiles go round-robin over the CTAs, so 16 CTAs keep the link full from 64 runs of 32 KiB on.
+defaults, whatever the run size. Tiles go round-robin over the CTAs: 16 CTAs keep the link full from 64 runs of 32 KiB
+on.
 
 Floor: bytes / (rate at which SMs read pinned memory, ``ceiling.py``) plus one launch and one PCIe round trip, about
 3 us. Knobs worth scanning: n_ctas (4 to 32), num_warps (8, 16), tile_bytes (16 to 64 KiB),
