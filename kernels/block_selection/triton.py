@@ -5,9 +5,9 @@ cases it pools windows to blocks itself. The k-th largest score is found by radi
 integer form of fp32 (4 bits a pass: 16 counts at once), ties are taken from the lowest index by a running count, and
 the chosen ids leave in ascending order. Nothing is sorted.
 
-Floor: latency, not bytes: about 6 us at 256 blocks (two searches of 8 passes, each two barriers and a short tile), of
-which 1 to 2 us read the logits (16 x 1023 x 4 B a CTA) out of L2. From ``UNFUSED_COLUMNS`` windows on, the scores are
-made by a kernel of their own that fills the device. Knobs worth scanning: ``num_warps``, ``radix_bits``,
+Floor: latency, not bytes: about 6 us at 256 blocks (two searches of 4 to 8 passes, each two barriers and a short
+tile), of which 1 to 2 us read the logits (16 x 1023 x 4 B a CTA) out of L2. Beyond ``UNFUSED_COLUMNS`` windows the
+scores are made by a kernel of their own that fills the device. Knobs worth scanning: ``num_warps``, ``radix_bits``,
 ``score_tile``, ``UNFUSED_COLUMNS``.
 """
 
@@ -79,26 +79,37 @@ def _ranking_keys(values, candidates):
 
 @triton.jit
 def _best(keys, need, RADIX_BITS: tl.constexpr):
-    """Mask of the ``need`` largest keys, ties from the lowest index; there are at least ``need`` keys above 0."""
-    digits = tl.arange(0, 1 << RADIX_BITS).to(tl.uint32)
-    threshold = tl.zeros([1], dtype=tl.uint32)
-    one = tl.full([1], 1, dtype=tl.uint32)
-    for step in range(32 // RADIX_BITS):
-        shift = 32 - RADIX_BITS * (step + 1)
+    """Mask of the ``need`` largest keys, ties from the lowest index; there are at least ``need`` keys above 0.
+
+    The threshold is found digit by digit from the top, and the search ends as soon as exactly ``need`` keys reach it:
+    after about half of the digits unless keys tie.
+    """
+    digits = tl.arange(0, 1 << RADIX_BITS)
+    threshold = tl.full([], 0, dtype=tl.uint32)
+    count = tl.full([], -1, dtype=tl.int32)
+    shift = tl.full([], 32 - RADIX_BITS, dtype=tl.int32)
+    while (shift >= 0) & (count != need):
         if RADIX_BITS == 1:
-            trial = threshold + (one << shift)
-            enough = tl.sum((keys >= trial).to(tl.int32), axis=0) >= need
-            threshold = tl.where(enough, trial, threshold)
+            trial = threshold + (tl.full([], 1, dtype=tl.uint32) << shift.to(tl.uint32))
+            reached = tl.sum((keys >= trial).to(tl.int32), axis=0)
+            threshold = tl.where(reached >= need, trial, threshold)
+            count = tl.where(reached >= need, reached, count)
         else:
-            trial = threshold + (digits << shift)
-            enough = tl.sum((keys[:, None] >= trial[None, :]).to(tl.int32), axis=0) >= need
-            # Counts fall as digits rise, and digit 0 has enough: the last that has is their number less one.
-            digit = tl.sum(enough.to(tl.int32), axis=0) - 1
-            threshold += digit.to(tl.uint32) << shift
-    above = keys > threshold
-    equal = keys == threshold
-    room = need - tl.sum(above.to(tl.int32), axis=0)
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))
+            trials = threshold + (digits.to(tl.uint32) << shift.to(tl.uint32))
+            reached = tl.sum((keys[:, None] >= trials[None, :]).to(tl.int32), axis=0)
+            # Counts fall as digits rise, and digit 0 always has enough: of those that have, the last one is the least
+            # by (count, digit from the top).
+            last = tl.min(tl.where(reached >= need, reached * 256 + (255 - digits), 2147483647), axis=0)
+            threshold += (255 - last % 256).to(tl.uint32) << shift.to(tl.uint32)
+            count = last // 256
+        shift -= RADIX_BITS
+    chosen = keys >= threshold
+    if count != need:
+        above = keys > threshold
+        equal = keys == threshold
+        room = need - tl.sum(above.to(tl.int32), axis=0)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))
+    return chosen
 
 
 @triton.jit
@@ -236,7 +247,7 @@ def launch_plan(n_blocks: int) -> tuple[int, int]:
         return 4, 4
     if n_blocks <= 2048:
         return 8, 2
-    return (16, 1) if n_blocks <= 8192 else (32, 1)
+    return (16, 2) if n_blocks <= 4096 else (32, 1)
 
 
 def _launch(
