@@ -41,6 +41,9 @@ def default_policy(meta: TraceMeta, sparse: SparseConfig, slots: int) -> str:
 def replay_document(request: ReplayRequest, trace: Trace | None = None) -> dict[str, Any]:
     """Replay and summarise. Means leave cold rows out; totals include them.
 
+    Slots and policies do not change what is selected, so their counts keep the trace's status; another selection is
+    projected, since it assumes that queries would not have changed.
+
     ``trace`` saves reading the directory again when many replays share it.
     """
     trace = trace if trace is not None else Trace.open(request.trace)
@@ -59,7 +62,7 @@ def replay_document(request: ReplayRequest, trace: Trace | None = None) -> dict[
     ]
     return {
         "kind": "replay",
-        "status": trace.meta.status,
+        "status": "projected" if result.reselected else trace.meta.status,
         "trace": str(request.trace),
         "model": trace.meta.model.name,
         "sparse": request.sparse.to_dict(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nosa_sys.report.inputs import ReportInputs
+from nosa_sys.report.sweep_rows import usable
 from nosa_sys.report.trace_figures import guaranteed_floor
 
 
@@ -29,16 +30,11 @@ def headline_numbers(inputs: ReportInputs) -> list[tuple[str, str]]:
         speed = source.capture.get("tokens_per_s_per_sequence")
         if isinstance(speed, (int, float)):
             numbers.append((f"{speed:.1f} tok/s", f"per sequence, measured on {source.trace.meta.device}"))
-    ratios = {
-        (replay.get("policy"), round(float(replay["slots_over_k"]), 2)): replay.get("misses_per_head_step")
-        for replay in inputs.replays[::-1]
-        if replay.get("slots_over_k") is not None
-    }
-    exact, spare = ratios.get(("exact", 1.0)), ratios.get(("lru", 1.5))
-    if exact and spare:
-        numbers.append((f"{exact / spare:.1f}x", "fewer loads with 1.5 k slots and LRU"))
+    saved = _saved_by_spare_slots(inputs)
+    if saved is not None:
+        numbers.append((f"{saved:.1f}x", "fewer loads with 1.5 k slots and LRU, replayed"))
     for sweep in inputs.sweeps[:1]:
-        rows_ = sweep.rows
+        rows_ = usable(sweep.rows)
         if "tokens_per_s" in rows_ and rows_["tokens_per_s"].notna().any():
             best = rows_.loc[rows_["tokens_per_s"].idxmax()]
             numbers.append(
@@ -49,3 +45,14 @@ def headline_numbers(inputs: ReportInputs) -> list[tuple[str, str]]:
                 )
             )
     return numbers
+
+
+def _saved_by_spare_slots(inputs: ReportInputs) -> float | None:
+    """Misses at slots = k over those at 1.5 k with LRU, both at the first trace's own budgets and method."""
+    if not inputs.traces:
+        return None
+    meta = inputs.traces[0].trace.meta
+    own = [r for r in inputs.replays if r.get("sparse") == meta.sparse.to_dict() and r.get("method") == meta.method]
+    found = {(r.get("policy"), r.get("slots_over_k")): r.get("misses_per_head_step") for r in own}
+    exact, spare = found.get(("exact", 1.0)), found.get(("lru", 1.5))
+    return exact / spare if exact and spare else None

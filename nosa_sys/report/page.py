@@ -34,10 +34,10 @@ main {{ max-width: 1060px; margin: 0 auto; padding: 32px 20px 64px; }}
 h1 {{ font-size: 30px; margin: 0 0 4px; letter-spacing: -0.01em; }}
 h2 {{ font-size: 19px; margin: 0; }}
 .lead {{ color: #52606d; margin: 0 0 24px; }}
-.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(215px, 1fr)); gap: 14px; margin-bottom: 28px; }}
+.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 14px; margin-bottom: 28px; }}
 .card, section {{ background: #fff; border: 1px solid #e4e7eb; border-radius: 8px; }}
 .card {{ padding: 14px 16px; }}
-.card b {{ display: block; font-size: 27px; line-height: 1.2; font-variant-numeric: tabular-nums; }}
+.card b {{ display: block; font-size: 26px; line-height: 1.2; font-variant-numeric: tabular-nums; }}
 .card span {{ color: #52606d; font-size: 14px; }}
 section {{ padding: 20px 22px 14px; margin-bottom: 22px; }}
 header {{ display: flex; gap: 12px; align-items: baseline; justify-content: space-between; }}
@@ -118,7 +118,7 @@ def _section(figure: Figure) -> str:
         full_html=False,
         include_plotlyjs=False,
         div_id=figure.key,
-        config={"displaylogo": False, "responsive": True},
+        config={"displayModeBar": False, "responsive": True},
     )
     reading = f'<p class="reading">{html.escape(figure.how_to_read)}</p>'
     return f"<section>{_header(figure.title, figure.status)}{plot}{reading}</section>"

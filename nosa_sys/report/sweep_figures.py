@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from nosa_sys.report.figure import COLOURS, Figure, styled
 from nosa_sys.report.inputs import SweepInput, TraceInput
-from nosa_sys.report.sweep_rows import baseline, by_model, matching, text_of, varying, with_ratios
+from nosa_sys.report.sweep_rows import baseline, by_model, matching, text_of, usable, varying
 from nosa_sys.report.time_figures import breakdown
 from nosa_sys.traces.schema import WHOLE_STEP_LAYER
 
@@ -21,11 +21,11 @@ def sweep_figures(sweeps: list[SweepInput], traces: list[TraceInput]) -> list[Fi
     """Every figure that each sweep has the data for, model by model."""
     figures: list[Figure] = []
     for index, sweep in enumerate(sweeps):
-        for model, rows in by_model(with_ratios(sweep.rows)):
+        for model, rows in by_model(usable(sweep.rows)):
             if not len(rows) or "tokens_per_s" not in rows.columns:
                 continue
             key = f"{index}-{model}"
-            status = str(rows["status"].iloc[0]) if "status" in rows.columns else "projected"
+            status = _status(rows)
             found = [
                 _batch_figure(rows, key, model, status, traces),
                 _link_figure(rows, key, model, status),
@@ -35,6 +35,12 @@ def sweep_figures(sweeps: list[SweepInput], traces: list[TraceInput]) -> list[Fi
             ]
             figures += [figure for figure in found if figure is not None]
     return figures
+
+
+def _status(rows: pd.DataFrame) -> str:
+    """The common status of the rows; projected where they differ or have none."""
+    found = set(rows["status"].dropna()) if "status" in rows.columns else set()
+    return str(found.pop()) if len(found) == 1 else "projected"
 
 
 def _series(rows: pd.DataFrame, x: str) -> list[tuple[str, pd.DataFrame]]:
@@ -96,7 +102,7 @@ def _batch_figure(rows: pd.DataFrame, key: str, model: str, status: str, traces:
     styled(plot, x="sequences decoded together", y="tokens/s, all sequences")
     plot.update_xaxes(type="log", tickvals=sorted(rows["batch"].unique().tolist()))
     if dots:
-        plot.update_yaxes(type="log")
+        plot.update_yaxes(type="log", dtick=1)
     reading = f"Lines are {status} by the simulator ({_fixed(rows, 'batch')}); a flat end means that the link is full."
     reading += " Dots are real runs, on the device in the legend." if dots else " No run of this model was measured."
     return Figure(f"batch-{key}", f"Throughput against batch: {model}", status, reading, plot)

@@ -16,8 +16,8 @@ SETTINGS = (
     "topk",
     "k_e",
     "context_tokens",
-    "policy",
     "slots_over_k",
+    "policy",
     "h2d_gbps",
     "batch",
 )
@@ -26,14 +26,17 @@ NAMES = {
     "topk": "k",
     "k_e": "k_e",
     "context_tokens": "context",
-    "slots_over_k": "slots / k",
     "h2d_gbps": "link GB/s",
     "block_size": "block",
 }
 
 
-def with_ratios(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a ``slots_over_k`` column where slots and topk are known."""
+def usable(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows that were priced and fit the memory of device and host, with a ``slots_over_k`` column."""
+    if "refused" in rows.columns:
+        rows = rows[rows["refused"].fillna("") == ""]
+    if "limits" in rows.columns:
+        rows = rows[rows["limits"].fillna("") == ""]
     if {"slots", "topk"} <= set(rows.columns):
         return rows.assign(slots_over_k=rows["slots"] / rows["topk"])
     return rows
@@ -73,5 +76,7 @@ def matching(rows: pd.DataFrame, values: dict[str, Any], *, but: tuple[str, ...]
 
 def text_of(name: str, value: Any) -> str:
     """A setting in words."""
+    if name == "slots_over_k":
+        return f"slots {value:g} k"
     shown = f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
     return f"{NAMES.get(name, name)} {shown}"

@@ -61,7 +61,7 @@ def breakdown(rows: pd.DataFrame, key: str, model: str, status: str) -> Figure |
         ends = (chosen["slots_over_k"].min(), chosen["slots_over_k"].max())
         chosen = chosen[chosen["slots_over_k"].isin(ends)]
     labels = [
-        f"{row['batch']}<br>{text_of('slots_over_k', row['slots_over_k'])}"
+        f"{row['batch']}<br>{text_of('slots_over_k', row['slots_over_k']).removeprefix('slots ')}"
         if "slots_over_k" in row
         else str(row["batch"])
         for _, row in chosen.iterrows()

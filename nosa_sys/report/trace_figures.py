@@ -164,7 +164,12 @@ def measured_breakdown(source: TraceInput, index: int) -> Figure | None:
     table = table[~table["step"].isin(cold_steps)]
     layers = table[table["layer"] != WHOLE_STEP_LAYER]
     whole = table[table["layer"] == WHOLE_STEP_LAYER]
-    parts = [("select_us", "selection"), ("h2d_us", "block fetch"), ("attention_us", "attention"), ("other_us", "rest")]
+    parts = [
+        ("select_us", "selection"),
+        ("h2d_us", "block fetch"),
+        ("attention_us", "attention"),
+        ("other_us", "projections and MLP"),
+    ]
     n_steps = whole["step"].nunique()
     means = []
     for column, name in parts:
@@ -173,6 +178,10 @@ def measured_breakdown(source: TraceInput, index: int) -> Figure | None:
             means.append((name, float(use[column].sum()) / n_steps / 1000))
     if not means:
         return None
+    total = whole["time_us"].mean() / 1000 if whole["time_us"].notna().any() else None
+    outside = total - sum(value for _, value in means) if total is not None else 0.0
+    if outside > 0:
+        means.append(("outside the layers", outside))
     plot = go.Figure()
     for colour, (name, value) in zip(COLOURS, means, strict=False):
         plot.add_trace(
@@ -180,7 +189,6 @@ def measured_breakdown(source: TraceInput, index: int) -> Figure | None:
         )
     styled(plot, height=230, x="milliseconds per step", barmode="stack")
     device = source.trace.meta.device or "an unnamed device"
-    total = whole["time_us"].mean() / 1000 if whole["time_us"].notna().any() else None
     reading = f"Mean of {n_steps} warm steps, measured on {device}"
     reading += f"; a whole step takes {total:.1f} ms." if total is not None else "."
     return Figure(f"measured-time-{index}", f"Where a measured step goes: {source.label}", "measured", reading, plot)

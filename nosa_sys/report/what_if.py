@@ -7,14 +7,14 @@ from typing import Any
 import pandas as pd
 
 from nosa_sys.report.inputs import SweepInput
-from nosa_sys.report.sweep_rows import baseline, by_model, matching, text_of, varying, with_ratios
+from nosa_sys.report.sweep_rows import baseline, by_model, matching, text_of, usable, varying
 
 
 def what_if_rows(sweeps: list[SweepInput]) -> list[tuple[str, str, list[list[Any]]]]:
     """(title, status, head row and rows) for each sweep and model with anything to compare."""
     tables = []
     for sweep in sweeps:
-        for model, rows in by_model(with_ratios(sweep.rows)):
+        for model, rows in by_model(usable(sweep.rows)):
             body = _table(rows)
             if body:
                 status = str(rows["status"].iloc[0]) if "status" in rows.columns else "projected"
