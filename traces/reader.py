@@ -70,7 +70,10 @@ class Trace:
         from nosa_sys.traces.recover import recover_tables  # recover reads parts through this module
 
         directory = Path(directory)
-        meta, tables, notes = recover_tables(directory, _load_meta(directory))
+        meta = _load_meta(directory)
+        if meta.complete:
+            return cls.open(directory)
+        meta, tables, notes = recover_tables(directory, meta)
         return cls(directory, meta, tables=tables, notes=tuple(notes))
 
     def has(self, name: str) -> bool:

@@ -80,6 +80,13 @@ def test_unreadable_last_part_is_dropped_with_a_note(tmp_path: Path) -> None:
     assert check_trace(trace).ok
 
 
+def test_a_finished_trace_is_simply_opened(tmp_path: Path) -> None:
+    source = make_trace(sequences=SEQUENCES)
+    trace = Trace.recover(source.write(tmp_path))
+    assert trace.notes == ()
+    assert trace.table("selections").num_rows == len(source.tables["selections"])
+
+
 KILLED = """
 import sys, time
 from pathlib import Path
