@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nosa_sys.kernels.block_pooling.reference import pool_windows
-from nosa_sys.kernels.block_selection import reference
+from nosa_sys.kernels.block_selection import BETA_ERROR, reference
 from nosa_sys.kernels.block_selection.reference import Selection
 from nosa_sys.kernels.case import Case, Operation, Tensors, relative_error
 from nosa_sys.kernels.stage1_scores import reference as stage1_reference
@@ -20,9 +20,18 @@ _METHODS = tuple(METHODS)
 
 
 def _case(name: str, uses: str, dtype: str = "float32", *, method: str = "nosa", **params: int) -> Case:
-    """Sizes in blocks, the window too. ``levels``: how many values a ranking takes (0: all differ)."""
+    """Sizes in blocks, the window too. ``levels``: how many values a ranking takes (0: all differ); ``broken``: one
+    score and one beta are NaN."""
     filled = {"batch": 3, "kv_heads": 2, "blocks": 40, "block": 64, "topk": 12, "init": 1, "local": 3, "select": 6}
-    filled |= {"levels": 0, "method": _METHODS.index(method), "group": 4, "head_dim": 64, "fp32_means": 1, **params}
+    filled |= {
+        "levels": 0,
+        "broken": 0,
+        "method": _METHODS.index(method),
+        "group": 4,
+        "head_dim": 64,
+        "fp32_means": 1,
+        **params,
+    }
     return Case(name, dtype, filled, frozenset(uses.split()))
 
 
@@ -44,7 +53,7 @@ def configuration(case: Case) -> tuple[SparseConfig, Method]:
     return cfg, get_method(_METHODS[p["method"]])
 
 
-def _poisoned(case: Case, values: Tensor, existing: Tensor, generator: torch.Generator) -> Tensor:
+def _poisoned(case: Case, values: Tensor, existing: Tensor) -> Tensor:
     """Values [batch, kv_head, column], coarse where ties are wanted, NaN at columns that do not exist."""
     if case.params["levels"]:
         values = (values * case.params["levels"] / 4).round() * (4 / case.params["levels"])
@@ -82,6 +91,7 @@ def pooled_cases() -> list[Case]:
         _case("k-is-n-less-one", both, blocks=13),
         _case("odd-k", both, blocks=100, topk=7, local=2, select=3),
         _case("no-sinks", both, init=0, levels=5),
+        _case("nan-is-reported", both, broken=1),
         _case("one-head", both, batch=1, kv_heads=1, blocks=300),
         _default("256-ties", "check", blocks=256, batch=64, levels=16),
         _default("2048-ties", "check", blocks=2048, batch=16, kv_heads=8, levels=64),
@@ -104,8 +114,14 @@ def make_pooled_inputs(case: Case, device: torch.device, generator: torch.Genera
         scores[..., ::5], betas[..., ::7] = -math.inf, -math.inf
         scores[..., 1::9] = -0.0
     cfg, method = configuration(case)
-    scores, betas = (_poisoned(case, x, n_blocks, generator) for x in (scores, betas))
-    return {"scores": scores, "betas": betas, "n_blocks": n_blocks, "cfg": cfg, "method": method}
+    scores, betas = (_poisoned(case, x, n_blocks) for x in (scores, betas))
+    inputs: dict[str, Any] = {"scores": scores, "betas": betas, "n_blocks": n_blocks, "cfg": cfg, "method": method}
+    if p["broken"]:
+        # The window is blocks 36 to 39 of 40. A block that is surely no query-aware pick carries the broken beta.
+        scores[0, 0, 7], scores[0, 1, 9], betas[0, 1, 9] = math.nan, -math.inf, math.nan
+        inputs["expected_errors"] = torch.full(scores.shape[:2], -1, dtype=torch.int32, device=device)
+        inputs["expected_errors"][0] = torch.tensor([7, 9 + BETA_ERROR], dtype=torch.int32, device=device)
+    return inputs
 
 
 def fast_pooled(inputs: dict[str, Any]) -> Tensors:
@@ -116,12 +132,16 @@ def fast_pooled(inputs: dict[str, Any]) -> Tensors:
 
 
 def reference_pooled(inputs: dict[str, Any]) -> Tensors:
+    if "expected_errors" in inputs:
+        return {"errors": inputs["expected_errors"]}
     return reference.select_blocks(
         inputs["scores"], inputs["betas"], inputs["n_blocks"], inputs["cfg"], inputs["method"]
     )._asdict()
 
 
 def compare_pooled(case: Case, inputs: dict[str, Any], out: Tensors, expected: Tensors) -> dict[str, Any]:
+    if "errors" in expected:
+        return {"errors": (float((out["errors"] != expected["errors"]).sum()), 0.0)}
     return _mismatches(out, Selection(**expected))
 
 
@@ -177,7 +197,7 @@ def make_step_inputs(case: Case, device: torch.device, generator: torch.Generato
     return {
         "q": q.to(case.torch_dtype),
         "key_means": means if p["fp32_means"] else means.to(case.torch_dtype),
-        "beta_means": _poisoned(case, betas, n_windows, generator),
+        "beta_means": _poisoned(case, betas, n_windows),
         "lengths": lengths,
         "n_windows": n_windows,
         "n_blocks": p["blocks"],

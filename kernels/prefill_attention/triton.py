@@ -2,12 +2,12 @@
 
 Neighbouring queries select nearly the same blocks. ``union_kernel`` lists, for a tile of queries of one KV head, the
 blocks that any of them selected, with one bit a query; ``attend_tile_kernel`` walks that list once for all of them
-(query heads x queries = 64 rows of a tensor-core tile) and masks by bit and causality. Without a selection it walks
+(query heads x queries = the rows of a tensor-core tile) and masks by bit and causality. Without a selection it walks
 all blocks up to the tile's last query.
 
 Floor: 4 * rows * tokens * D FLOPs a block and tile; K and V come from L2. With k = 64 and g = 16 four queries share a
 list of about 70 blocks, a quarter of the traffic and of the matrix work of one query at a time.
-Knobs worth scanning: ``rows`` (64, 128), ``tile`` (64, 128), ``num_warps`` (4, 8), ``num_stages`` (2 to 4).
+Knobs worth scanning: ``rows`` (64, 128), ``tile`` (64, 128), ``num_warps`` (4, 8), ``num_stages`` (2, 3).
 
 The selection itself is the decode kernels with every query as a batch row of stride 0, in chunks of queries that bound
 the fp32 logits (``logits_bytes``).
@@ -198,12 +198,13 @@ def prefill_attention(
     first_position: int,
     block_size: int,
     *,
-    rows: int = 64,
+    rows: int | None = None,
     tile: int | None = None,
-    num_warps: int = 4,
-    num_stages: int = 3,
+    num_warps: int | None = None,
+    num_stages: int = 2,
 ) -> Tensor:
-    """As ``reference.prefill_attention``, without gradient."""
+    """As ``reference.prefill_attention``, without gradient. ``rows`` None: 64 with a selection, whose union grows with
+    the tile, else 128; ``num_warps`` None: one for 16 rows."""
     n_tokens, n_q_heads, dim = q.shape
     n_kv_heads = k.shape[1]
     out = torch.empty((n_tokens, n_q_heads, dim), dtype=q.dtype, device=q.device)
@@ -215,9 +216,12 @@ def prefill_attention(
     beta = None if beta is None else beta.contiguous()
     group = n_q_heads // n_kv_heads
     group_pad = padded(group)
-    if q.dtype == torch.float32:
+    rows = rows or (128 if block_ids is None else 64)
+    if q.dtype == torch.float32:  # fp32 dots keep their operands in registers
         rows = min(rows, 32)
-    n_queries = max(1, min(_MAX_QUERIES, rows // group_pad))
+    n_queries = max(1, rows // group_pad)
+    n_queries = n_queries if block_ids is None else min(_MAX_QUERIES, n_queries)
+    rows = max(16, n_queries * group_pad)
     n_tiles = -(-n_tokens // n_queries)
     union: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     n_listed = 0
@@ -262,7 +266,7 @@ def prefill_attention(
             GROUP=group,
             GROUP_PAD=group_pad,
             QUERIES=n_queries,
-            ROWS=max(16, n_queries * group_pad),
+            ROWS=rows,
             DIM=dim,
             DIM_PAD=padded(dim),
             BLOCK=block_size,
@@ -270,7 +274,7 @@ def prefill_attention(
             TILE=tile or default_tile(q.dtype),
             UPCAST=interpreting() or q.dtype == torch.float32,
             STAGES=num_stages,
-            num_warps=num_warps,
+            num_warps=num_warps or max(4, rows // 16),
         )
     return out
 
@@ -333,7 +337,7 @@ def _aot_specs() -> list[AotSpec]:
     scalars = dict.fromkeys(("n_queries", "first_position", "n_listed", "q_rows", "kv_rows"), "i32")
     for dtype, dim, block, group, queries, dense in (
         ("bf16", 128, 64, 16, 4, False),
-        ("bf16", 128, 64, 16, 4, True),
+        ("bf16", 128, 64, 16, 8, True),
         ("bf16", 80, 16, 3, 16, False),
         ("fp16", 96, 48, 4, 16, False),
         ("fp16", 64, 128, 1, 32, True),
@@ -343,11 +347,11 @@ def _aot_specs() -> list[AotSpec]:
         constants = {"KV_HEADS": 2, "GROUP": group, "GROUP_PAD": padded(group), "QUERIES": queries}
         constants |= {"ROWS": queries * padded(group), "DIM": dim, "DIM_PAD": padded(dim), "BLOCK": block}
         constants |= {"BLOCK_PAD": padded(block), "TILE": 32 if dtype == "fp32" else 64, "UPCAST": dtype == "fp32"}
-        constants |= {"STAGES": 3} | (dict.fromkeys(["beta", *lists]) if dense else {})
+        constants |= {"STAGES": 2} | (dict.fromkeys(["beta", *lists]) if dense else {})
         pointers = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"beta": "*fp32"} | lists
         signature = pointers | scalars | {"scale_log2": "fp32"} | dict.fromkeys(constants, "constexpr")
         name = f"attend-{'dense' if dense else 'selected'}-{dtype}-{dim}-{block}"
-        specs.append(AotSpec(name, attend_tile_kernel, signature, constants, 4, 3))
+        specs.append(AotSpec(name, attend_tile_kernel, signature, constants, max(4, constants["ROWS"] // 16), 2))
     return specs
 
 
