@@ -274,7 +274,7 @@ def test_case_29_gradient_of_the_bias_by_finite_differences() -> None:
 
 
 def test_case_29_no_gradient_comes_from_poisoned_memory() -> None:
-    """A zero weight times NaN is NaN in the backward pass too: invalid keys must not reach q, nor values the weights."""
+    """A zero weight times NaN is NaN in the backward pass too: invalid keys must not reach q, values not the bias."""
     case = make_case([[[1, 0, -1], [2, 2, 9]]], [9], 4, 3, 4)
     case.q.requires_grad_()
     case.slots.requires_grad_()
