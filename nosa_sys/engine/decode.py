@@ -46,7 +46,7 @@ class DecodeRunner:
         self._ranks_beta = not self.method.dense and (self.method.fill(self.cfg, n_forced) > 0 or policy.ranks_by_beta)
         self._measure = model.device.type == "cpu"
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, layout: StepLayout, tokens: list[int]) -> tuple[Tensor, StepPlan]:
         """Consume ``tokens`` [batch] at the layout's positions; returns logits [batch, vocab] and the plan."""
         start = time.perf_counter()
@@ -120,7 +120,7 @@ class _LayerStep:
         self.selection, pooled_betas = self._select()
         if self.runner.method.dense:
             ids = self.selection.block_ids
-            self.slot_rows = torch.where(ids >= 0, self._row_base() + ids, -1)
+            self.slot_rows = torch.where(ids >= 0, self.layout.row_base + ids, -1)
             self.n_misses = torch.zeros(ids.shape[:2], dtype=torch.int64)
             return
         self._update_slots(pooled_betas)
@@ -154,27 +154,23 @@ class _LayerStep:
             ) from None
         return selection, pooled_betas
 
-    def _row_base(self) -> Tensor:
-        return self.layout.row_heads * self.memory.slots.n_slots
-
     def _update_slots(self, pooled_betas: Tensor | None) -> None:
         layout, slots, policy = self.layout, self.memory.slots, self.runner.policy
         index, heads, n_slots = layout.lane_index, self.memory.n_kv_heads, slots.n_slots
         old = slots.blocks[self.layer][index]
-        uses = slots.last_use[self.layer][index][..., :n_slots]
-        rank = policy.rank(old, uses, pooled_betas)
+        rank = policy.rank(old, slots.last_use[self.layer][index][..., :n_slots], pooled_betas)
         wanted = self.selection.block_ids
         update = update_slots(old.flatten(0, 1), wanted.flatten(0, 1), rank.flatten(0, 1), policy.keep_unwanted)
         shape = (layout.batch, heads, -1)
         new, wanted_slots = update.slot_blocks.view(shape), update.wanted_slots.view(shape).long()
-        base = self._row_base()
+        base = layout.row_base
         if slots.poisons:
             freed = (old >= 0) & (new < 0)
             slots.poison_rows(self.layer, (base + torch.arange(n_slots, device=old.device))[freed])
         slots.blocks[self.layer][index] = new
         if policy.ranks_by_use:
             padded = torch.where(wanted_slots >= 0, wanted_slots, n_slots)
-            slots.last_use[self.layer][layout.lanes_t[:, None, None], self._heads(), padded] = layout.step
+            slots.last_use[self.layer][layout.lanes_t[:, None, None], layout.heads[:, None], padded] = layout.step
         self.slot_rows = torch.where(wanted_slots >= 0, wanted_slots + base, -1)
         self._plan_loads(update.load_blocks.view(shape), update.load_slots.view(shape), update.n_loads)
 
@@ -191,14 +187,11 @@ class _LayerStep:
         lane, head, entry = missed.nonzero(as_tuple=True)
         if lane.numel():
             ids = blocks[lane, head, entry].long()
-            rows = (layout.row_heads[lane, head, 0]) * self.memory.slots.n_slots + slots[lane, head, entry]
+            rows = layout.row_base[lane, head, 0] + slots[lane, head, entry]
             lanes = layout.lanes_t[lane]
             host_rows = self.memory.page_table[lanes, ids] * heads + head
             self.memory.slots.betas[self.layer][rows] = self.memory.context.token_betas[self.layer][lanes, head, ids]
             self._loads = (host_rows, rows)
-
-    def _heads(self) -> Tensor:
-        return torch.arange(self.memory.n_kv_heads, device=self.q.device)[:, None]
 
     def place_token(self, k: Tensor, v: Tensor, beta: Tensor) -> None:
         """Write the token's row into the slot of the current block, the last one of the ascending selection."""
@@ -207,9 +200,8 @@ class _LayerStep:
         if slots.poisons and any(layout.born):
             born = torch.tensor(layout.born, device=self.q.device)
             slots.poison_rows(self.layer, self.current_rows[born].flatten())
-        offset = (layout.positions_t % self.cfg.block_size)[:, None]
-        slots.kv[self.layer][self.current_rows, :, offset] = torch.stack((k, v), dim=2)
-        slots.betas[self.layer][self.current_rows, offset] = beta
+        slots.kv[self.layer][self.current_rows, :, layout.offsets] = torch.stack((k, v), dim=2)
+        slots.betas[self.layer][self.current_rows, layout.offsets] = beta
 
     # ---- launches
     def fetch(self) -> None:
@@ -240,7 +232,7 @@ class _LayerStep:
             return
         filled = torch.tensor([row for row, full in enumerate(layout.filled) if full], device=self.q.device)
         pages = self.memory.page_table[layout.lanes_t[filled], layout.current_t[filled]]
-        host_rows = pages[:, None] * self.memory.n_kv_heads + self._heads()[:, 0]
+        host_rows = pages[:, None] * self.memory.n_kv_heads + layout.heads
         write_back(
             self.memory.slots.kv[self.layer],
             self.memory.host.layers[self.layer],

@@ -219,6 +219,7 @@ class Engine:
             self.sparse,
             self.method,
             self.model.shape.n_kv_heads,
+            self.memory.slots.n_slots,
             self.model.device,
         )
         logits, plan = self._decode.step(layout, [s.tokens[s.n_cached] for s in batch])

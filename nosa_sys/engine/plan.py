@@ -45,7 +45,9 @@ class StepLayout:
     n_blocks_t: Tensor
     n_windows_t: Tensor
     last_pick: Tensor = field(repr=False)  # [batch, kv_head, 1]: where in the ascending selection the current block is
-    row_heads: Tensor = field(repr=False)  # [batch, kv_head, 1]: lane * n_kv_heads + head
+    row_base: Tensor = field(repr=False)  # [batch, kv_head, 1]: first slot row of the head
+    offsets: Tensor = field(repr=False)  # [batch, 1]: the token's place in its block
+    heads: Tensor = field(repr=False)  # [kv_head]
     lane_index: slice | Tensor = field(repr=False)
 
     @property
@@ -71,9 +73,10 @@ def make_layout(
     cfg: SparseConfig,
     method: Method,
     n_kv_heads: int,
+    n_slots: int,
     device: torch.device,
 ) -> StepLayout:
-    """Work out a step's geometry once, for all layers."""
+    """Work out a step's geometry once, for all layers. ``n_slots`` is a head's slots on the device."""
     lengths = [p + 1 for p in positions]
     blocks = [cfg.n_blocks(length) for length in lengths]
     windows = [cfg.n_windows(length) for length in lengths]
@@ -108,7 +111,9 @@ def make_layout(
         n_blocks_t=tensor(blocks),
         n_windows_t=tensor(windows),
         last_pick=last_pick[:, None, None].expand(-1, n_kv_heads, 1),
-        row_heads=(lanes_t[:, None] * n_kv_heads + heads)[..., None],
+        row_base=(lanes_t[:, None] * n_kv_heads + heads)[..., None] * n_slots,
+        offsets=tensor([p % cfg.block_size for p in positions])[:, None],
+        heads=heads,
         lane_index=slice(0, len(lanes)) if in_order else lanes_t,
     )
 

@@ -35,13 +35,13 @@ class Policy(ABC):
 
 
 class ExactPolicy(Policy):
-    """The selection and nothing else is resident: unwanted blocks go at once, so nothing is ever ranked."""
+    """The selection and nothing else is resident: unwanted blocks go at once, so the rank decides nothing."""
 
     name = "exact"
     keep_unwanted = False
 
     def rank(self, slot_blocks: Tensor, last_use: Tensor, pooled_betas: Tensor | None) -> Tensor:
-        return last_use
+        return slot_blocks
 
 
 class LruPolicy(Policy):
