@@ -76,9 +76,11 @@ def bench_case(operation: Operation, case: Case, ceiling: dict[str, float], seed
     return row
 
 
-def bench_kernels(names: tuple[str, ...] = OPERATION_MODULES, *, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the ceilings first, then one row for every case marked ``bench``."""
-    ceiling = ceilings()
+def bench_kernels(
+    names: tuple[str, ...] = OPERATION_MODULES, *, seed: int = 0, ceiling: dict[str, float] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the ceilings first (measured now unless given), then one row for every case marked ``bench``."""
+    ceiling = ceiling or ceilings()
     yield {"operation": "ceiling", **ceiling}
     for name in names:
         for operation in load_operation(name):
@@ -88,12 +90,14 @@ def bench_kernels(names: tuple[str, ...] = OPERATION_MODULES, *, seed: int = 0) 
 
 
 def linear_fit(n_bytes: list[int], times_us: list[float]) -> tuple[float, float]:
-    """Least-squares t = t0 + bytes / slope over measured points; returns (t0_us, slope in GB/s)."""
-    n = len(n_bytes)
-    mean_x, mean_y = sum(n_bytes) / n, sum(times_us) / n
-    covariance = math.fsum((x - mean_x) * (y - mean_y) for x, y in zip(n_bytes, times_us, strict=True))
-    variance = math.fsum((x - mean_x) ** 2 for x in n_bytes)
-    per_byte_us = covariance / variance
+    """t = t0 + bytes / slope over measured points, least squares of relative errors; (t0_us, slope in GB/s)."""
+    weights = [1.0 / t**2 for t in times_us]
+    total = math.fsum(weights)
+    mean_x = math.fsum(w * x for w, x in zip(weights, n_bytes, strict=True)) / total
+    mean_y = math.fsum(w * y for w, y in zip(weights, times_us, strict=True)) / total
+    points = list(zip(weights, n_bytes, times_us, strict=True))
+    covariance = math.fsum(w * (x - mean_x) * (y - mean_y) for w, x, y in points)
+    per_byte_us = covariance / math.fsum(w * (x - mean_x) ** 2 for w, x, _ in points)
     return mean_y - per_byte_us * mean_x, 1e-3 / per_byte_us
 
 
