@@ -8,7 +8,7 @@ the chosen ids leave in ascending order. Nothing is sorted.
 Floor: latency, not bytes: about 6 us at 256 blocks (two searches of 4 to 8 passes, each two barriers and a short
 tile), of which 1 to 2 us read the logits (16 x 1023 x 4 B a CTA) out of L2. Beyond ``UNFUSED_COLUMNS`` windows the
 scores are made by a kernel of their own that fills the device. Knobs worth scanning: ``num_warps``, ``radix_bits``,
-``score_tile``, ``UNFUSED_COLUMNS``.
+``score_tile``, ``UNFUSED_COLUMNS``, ``early`` (hides this kernel's launch behind the logits kernel).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.kernels.aot import AotSpec
@@ -160,10 +161,11 @@ def select_kernel(
     RADIX_BITS: tl.constexpr,
     SOURCE: tl.constexpr,
     KEEP_POOLED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """SOURCE 0: ``scores`` and ``betas`` are pooled [.., block]. 1: both are of windows. 2: ``scores`` is written here,
     from the logits, first. BLOCK > 0: ``block_counts`` holds lengths in tokens. A ranking that is not used
-    (QUERY_AWARE or AGNOSTIC 0) is not read."""
+    (QUERY_AWARE or AGNOSTIC 0) is not read. EARLY: launched before the logits kernel has ended."""
     pair = tl.program_id(0).to(tl.int64)
     batch = pair // KV_HEADS
     head = pair % KV_HEADS
@@ -185,6 +187,9 @@ def select_kernel(
             beta = _pool(betas_at, n_windows, blocks, exists, RATIO)
         else:
             beta = tl.load(betas_at + blocks, mask=exists, other=float("-inf"))
+    if EARLY:
+        # The betas were pooled while the logits kernel still ran; its results, and any write of ours, come after it.
+        gdc_wait()
     if SOURCE == 2:
         maximum, inverse = softmax_terms(maxima, sums, pair, GROUP_PAD, SPLITS, SPLITS_PAD)
         for start in range(0, n_columns, SCORE_TILE):
@@ -266,6 +271,7 @@ def _launch(
     num_warps: int | None,
     radix_bits: int | None,
     score_tile: int = 512,
+    early: bool = False,
 ) -> FastSelection:
     if n_blocks > MAX_BLOCKS:
         raise CapacityError(f"{n_blocks} blocks a row exceed {MAX_BLOCKS}; use a larger block_size")
@@ -323,7 +329,9 @@ def _launch(
             RADIX_BITS=radix_bits or plan_bits,
             SOURCE=source,
             KEEP_POOLED=keep_pooled,
+            EARLY=early,
             num_warps=num_warps or plan_warps,
+            **({"launch_pdl": True} if early else {}),
         )
     return FastSelection(block_ids, origins, counts, errors, None, *pooled)
 
@@ -372,20 +380,23 @@ def score_and_select(
     radix_bits: int | None = None,
     score_tile: int = 512,
     unfused_columns: int = UNFUSED_COLUMNS,
+    early: bool = False,
 ) -> FastSelection:
     """Stage 1, pooling and selection of one decode step: two launches (three beyond ``unfused_columns`` windows).
 
     q [batch, q_head, head_dim] roped; key_means [batch, kv_head, window, head_dim] (batch stride 0 for many queries of
     one sequence); beta_means float32 [batch, kv_head, window]; lengths [batch], context tokens, read on the device;
     n_blocks, how many blocks a row can have. A method without query-aware picks needs one launch and returns no
-    window scores. Never synchronises: NaN is reported in ``errors``. The method is not dense.
+    window scores. Never synchronises: NaN is reported in ``errors``. The method is not dense. ``early``: the second of
+    two launches starts while the first runs (programmatic dependent launch) and pools the betas meanwhile.
     """
     batch, n_kv_heads, n_windows = key_means.shape[:3]
     split, source = None, _FROM_WINDOWS
     if method.query_aware_picks(cfg, cfg.n_forced) == 0 and not keep_pooled:
         scores = beta_means
     else:
-        split = split_logits(q, key_means, lengths, kernel=cfg.kernel_size, stride=cfg.kernel_stride)
+        early = early and n_windows <= unfused_columns
+        split = split_logits(q, key_means, lengths, kernel=cfg.kernel_size, stride=cfg.kernel_stride, release=early)
         if n_windows > unfused_columns:
             shape = (batch, n_kv_heads, n_windows)
             scores = window_scores(split, lengths, shape, kernel=cfg.kernel_size, stride=cfg.kernel_stride)
@@ -407,6 +418,7 @@ def score_and_select(
         num_warps=num_warps,
         radix_bits=radix_bits,
         score_tile=score_tile,
+        early=early and source == _FROM_LOGITS,
     )
     return result._replace(window_scores=scores if split else None)
 
@@ -426,6 +438,7 @@ def _aot_specs() -> list[AotSpec]:
             constants |= {"STRIDE": 16, "BLOCK": 64, "RATIO": 4, "INIT": 1, "LOCAL": 16, "QUERY_AWARE": 15}
             constants |= {"AGNOSTIC": 31, "TOPK": 64, "TOPK_PAD": 64, "BLOCKS_PAD": n_blocks, "SCORE_TILE": 512}
             constants |= {"RADIX_BITS": radix_bits, "SOURCE": source, "KEEP_POOLED": source > 0}
+            constants |= {"EARLY": source == _FROM_LOGITS}
             signature = pointers | scalars | dict.fromkeys(constants, "constexpr")
             specs.append(AotSpec(f"select-{name}-{n_blocks}", select_kernel, signature, constants, num_warps))
     return specs

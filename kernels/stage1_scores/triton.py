@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
@@ -104,9 +105,14 @@ def logits_kernel(
     SPLITS: tl.constexpr,
     MODE: tl.constexpr,
     STAGES: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):
     """One CTA: one split of the windows of one (batch, kv_head). Strides of q and means come in rows of DIM elements,
-    the pitch in units of 16, so that the compiler knows that rows are aligned."""
+    the pitch in units of 16, so that the compiler knows that rows are aligned. RELEASE: the next launch may start
+    before this one ends.
+    """
+    if RELEASE:
+        gdc_launch_dependents()
     split = tl.program_id(0) % SPLITS
     pair = (tl.program_id(0) // SPLITS).to(tl.int64)
     batch = pair // KV_HEADS
@@ -222,12 +228,14 @@ def split_logits(
     ctas_per_sm: int = 2,
     num_warps: int = 4,
     num_stages: int = 3,
+    release: bool = False,
 ) -> SplitLogits:
     """Launch ``logits_kernel``.
 
     q [batch, q_head, head_dim]; key_means [batch, kv_head, window, head_dim], contiguous in its last two dimensions
     (the batch stride may be 0: many queries of one sequence); counts [batch] windows that exist, or context lengths in
     tokens when ``kernel`` (tokens of a window, every ``stride``) is given. ``tile`` None: 32 KiB of means.
+    ``release``: let a dependent launch start early; it waits by itself for these results.
     """
     batch, n_kv_heads, n_columns, dim = key_means.shape
     group = q.shape[1] // n_kv_heads
@@ -268,6 +276,7 @@ def split_logits(
             SPLITS=splits,
             MODE=dot_mode(q.dtype, key_means.dtype),
             STAGES=num_stages,
+            RELEASE=release,
             num_warps=num_warps,
         )
     return SplitLogits(logits, maxima, sums)
@@ -327,13 +336,14 @@ def _aot_specs() -> list[AotSpec]:
     shape: dict[str, Any] = {"KV_HEADS": 2, "GROUP": 16, "GROUP_PAD": 16, "KERNEL": 32, "STRIDE": 16}
     scalars = dict.fromkeys(("n_columns", "pitch", "q_batch_rows", "means_batch_rows", "means_head_rows"), "i32")
     for query, keys, mode, tile, dim in (
-        ("bf16", "bf16", "native", 64, 128),
+        ("bf16", "bf16", "native", 128, 128),
         ("bf16", "fp32", "split_bf16", 64, 128),
-        ("fp16", "fp16", "native", 64, 96),
+        ("fp16", "fp16", "native", 128, 96),
         ("fp16", "fp32", "split_tf32", 64, 80),
         ("fp32", "fp32", "ieee", 32, 64),
     ):
         constants = shape | {"DIM": dim, "DIM_PAD": padded(dim), "TILE": tile, "SPLITS": 2, "MODE": mode, "STAGES": 3}
+        constants |= {"RELEASE": query == "bf16"}
         pointers = {"q": f"*{query}", "means": f"*{keys}", "counts": "*i32"}
         pointers |= dict.fromkeys(("logits", "maxima", "sums"), "*fp32")
         signature = pointers | scalars | {"scale_log2": "fp32"} | dict.fromkeys(constants, "constexpr")
