@@ -127,8 +127,8 @@ class SparseConfig:
     ) -> SparseConfig:
         """Budgets given in tokens; each must be a whole number of blocks.
 
-        >>> SparseConfig.from_tokens(block_size=128).topk
-        32
+        >>> SparseConfig.from_tokens(block_size=32).topk
+        128
         """
         blocks = {}
         for name, tokens in (("topk", topk_tokens), ("init", init_tokens), ("select", select_tokens)):
