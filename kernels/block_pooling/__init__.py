@@ -1,0 +1,5 @@
+"""Pooling of windows to blocks. On CUDA the selection kernel pools by itself; this stand-alone form is torch everywhere."""
+
+from nosa_sys.kernels.block_pooling.reference import pool_windows
+
+__all__ = ["pool_windows"]
