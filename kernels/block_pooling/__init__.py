@@ -1,4 +1,4 @@
-"""Pooling of windows to blocks. On CUDA the selection kernel pools by itself; this stand-alone form is torch everywhere."""
+"""Pooling of windows to blocks. On CUDA the selection kernel pools by itself; this form is torch everywhere."""
 
 from nosa_sys.kernels.block_pooling.reference import pool_windows
 
