@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nosa_sys.engine.phases import PHASES
@@ -162,35 +163,27 @@ class Recorder:
 
     def _add_scores(self, plan: StepPlan) -> None:
         layout = plan.layout
-        for layer, part in enumerate(plan.layers):
-            if part.window_scores is None:
-                continue
-            scores = part.window_scores.cpu().numpy()
-            n_heads = scores.shape[1]
-            n_windows = layout.n_windows_t.tolist()
-            self._open_writer.add(
-                "scores",
-                {
-                    "step": np.full(layout.batch * n_heads, layout.step),
-                    "sequence": np.repeat(layout.sequences, n_heads),
-                    "layer": np.full(layout.batch * n_heads, layer),
-                    "kv_head": np.tile(np.arange(n_heads), layout.batch),
-                    "window_scores": [
-                        scores[row, head, : n_windows[row]] for row in range(layout.batch) for head in range(n_heads)
-                    ],
-                },
-            )
-            if part.new_beta_means is not None:
-                means = part.new_beta_means.cpu().numpy()
-                done = np.array(layout.windows_done)
-                window = np.array(n_windows)[done] - 1
-                self._add_betas(
-                    np.repeat(np.array(layout.sequences)[done], n_heads),
-                    np.full(means.size, layer),
-                    np.tile(np.arange(n_heads), len(done)),
-                    np.repeat(window, n_heads),
-                    means.ravel(),
-                )
+        parts = [p.window_scores for p in plan.layers if p.window_scores is not None]
+        scores = torch.stack(parts).to("cpu", torch.float32).numpy()  # [layer, batch, head, window]
+        layer, row, head = (axis.ravel() for axis in np.indices(scores.shape[:3]))
+        sequences, n_windows = np.array(layout.sequences), layout.n_windows_t.cpu().numpy()
+        flat, widths = scores.reshape(len(layer), -1), n_windows[row]
+        self._open_writer.add(
+            "scores",
+            {
+                "step": np.full(len(layer), layout.step),
+                "sequence": sequences[row],
+                "layer": layer,
+                "kv_head": head,
+                "window_scores": [flat[i, :width] for i, width in enumerate(widths.tolist())],
+            },
+        )
+        done = np.array(layout.windows_done, dtype=np.int64)
+        new = [p.new_beta_means for p in plan.layers if p.new_beta_means is not None]
+        if new:
+            means = torch.stack(new).cpu().numpy()  # [layer, row of windows_done, head]
+            layer, row, head = (axis.ravel() for axis in np.indices(means.shape))
+            self._add_betas(sequences[done][row], layer, head, n_windows[done][row] - 1, means.ravel())
 
     def _add_betas(
         self, sequence: np.ndarray, layer: np.ndarray, head: np.ndarray, window: np.ndarray, mean: np.ndarray
