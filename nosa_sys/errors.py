@@ -11,7 +11,7 @@ class NosaError(Exception):
 
 
 class ConfigError(NosaError, ValueError):
-    """A configuration value breaks a rule (SPEC section 1 of the paper's parameters)."""
+    """A configuration value breaks a rule (see SparseConfig)."""
 
 
 class CheckpointError(NosaError):

@@ -1,4 +1,4 @@
-"""Attention methods as special cases of one selection rule (SPEC section 3), torch-free registry.
+"""Attention methods as special cases of one selection rule, a torch-free registry.
 
 A method decides how many of the free picks are query-aware (``a``) and whether beta biases attention;
 the rest of the budget is the query-agnostic fill. Both selections (torch and numpy) ask here.
@@ -44,13 +44,13 @@ class Method:
         return cfg.topk - n_forced - self.query_aware_picks(cfg, n_forced)
 
     def max_loads(self, cfg: SparseConfig, n_blocks: int) -> int:
-        """Loads bound of one step: min(a, max(0, N - k)) (SPEC section 4)."""
+        """Loads bound of one step: min(a, max(0, N - k))."""
         if self.dense:
             return 0
         return min(self.query_aware_picks(cfg, cfg.n_forced), max(0, n_blocks - cfg.topk))
 
     def min_overlap(self, cfg: SparseConfig, n_blocks_before: int, n_blocks_after: int) -> int:
-        """Exact lower bound on |G' & G| between consecutive steps with N_before >= k (SPEC section 4)."""
+        """Exact lower bound on |G' & G| between consecutive steps with N_before >= k."""
         if self.dense or n_blocks_before < cfg.topk:
             return min(n_blocks_before, n_blocks_after)
         n_forced = cfg.n_forced
