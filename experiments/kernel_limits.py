@@ -174,7 +174,7 @@ def summary(ceiling: dict[str, float], bench: list[dict[str, Any]], rows: list[d
         elif row["what"] == "decode_plan" and row["context"] == 16384:
             add(f"decode plan at 16K, {row['key_mean_dtype']} means, us", row["median_us"], 35.0, at_most=True)
     for row in bench:
-        if (row["operation"], row["case"]) in (
+        if (row["operation"], row.get("case")) in (
             ("sparse_decode_attention", "b64-hkv2"),
             ("sparse_decode_attention", "b64-hkv8"),
             ("paged_decode_attention", "16K-b16-hkv2"),

@@ -3,7 +3,8 @@
 A graph holds ``copies`` times [flush, operation]; a second graph holds only the flushes. The difference, divided by
 ``copies``, is the operation's time inside a graph, its launch gap included and the event and graph-launch cost not.
 The flush reads a buffer of several L2 sizes: a flush that wrote would leave the L2 full of dirty lines, whose
-write-back the operation would pay for.
+write-back the operation would pay for. Two buffers take turns, so that no flush finds lines of its own last turn,
+which the operation would have driven out: that would count as time of the operation.
 """
 
 from __future__ import annotations
@@ -56,25 +57,25 @@ def time_in_graph(
     function: Callable[[], object], *, copies: int = 8, n_replays: int = 15, flush: bool = True
 ) -> Timing:
     """Time ``function`` (launches only, no host sync) by graph replays; see the module docstring."""
-    stale = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda") if flush else None
+    stale = [torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda") for _ in range(2 if flush else 0)]
     total = torch.empty((), dtype=torch.float32, device="cuda")
 
-    def flush_once() -> None:
-        if stale is not None:
-            torch.sum(stale, dim=0, out=total)
+    def flush_once(turn: int) -> None:
+        if stale:
+            torch.sum(stale[turn % 2], dim=0, out=total)
 
     def flushes() -> None:
-        for _ in range(copies):
-            flush_once()
+        for turn in range(copies):
+            flush_once(turn)
 
     def flushes_and_function() -> None:
-        for _ in range(copies):
-            flush_once()
+        for turn in range(copies):
+            flush_once(turn)
             function()
 
     whole = capture_graph(flushes_and_function)
     _replays_us(whole, 2)
-    if stale is None:
+    if not stale:
         times = [t / copies for t in _replays_us(whole, n_replays)]
     else:
         base = capture_graph(flushes)
