@@ -30,10 +30,12 @@ def ceilings() -> dict[str, float]:
     return {"device_copy_gbps": device_copy_gbps(), "sm_read_gbps": sm_read_ceiling_gbps()}
 
 
-def _timed(function: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> tuple[Timing, str]:
+def _timed(
+    function: Callable[[dict[str, Any]], Any], inputs: dict[str, Any], *, copies_memory: bool
+) -> tuple[Timing, str]:
     """Graph replays where the call can be captured, event-timed eager calls where it cannot."""
     try:
-        return time_in_graph(lambda: function(inputs)), "graph"
+        return time_in_graph(lambda: function(inputs), flush="write" if copies_memory else "read"), "graph"
     except RuntimeError as error:
         torch.cuda.synchronize()
         if "capture" not in str(error).lower() and "graph" not in str(error).lower():
@@ -46,9 +48,9 @@ def bench_case(operation: Operation, case: Case, ceiling: dict[str, float], seed
     generator = torch.Generator(device="cuda")
     generator.manual_seed(seed)
     inputs = operation.make_inputs(case, torch.device("cuda"), generator)
-    timing, mode = _timed(operation.launch or operation.fast, inputs)
-    n_bytes, flops = operation.bytes_moved(case, inputs), operation.flops(case, inputs)
     link = operation.name in HOST_LINK_OPERATIONS
+    timing, mode = _timed(operation.launch or operation.fast, inputs, copies_memory=link)
+    n_bytes, flops = operation.bytes_moved(case, inputs), operation.flops(case, inputs)
     limit = ceiling["sm_read_gbps" if link else "device_copy_gbps"]
     gbps = n_bytes / timing.median_us / 1e3
     row: dict[str, Any] = {
@@ -68,7 +70,7 @@ def bench_case(operation: Operation, case: Case, ceiling: dict[str, float], seed
     }
     for name, baseline in operation.baselines.items():
         try:
-            base, base_mode = _timed(baseline, inputs)
+            base, base_mode = _timed(baseline, inputs, copies_memory=link)
         except (RuntimeError, HardwareError) as error:
             row[f"{name}_error"] = str(error).splitlines()[0][:120]
             continue

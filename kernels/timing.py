@@ -2,18 +2,22 @@
 
 A graph holds ``copies`` times [flush, operation]; a second graph holds only the flushes. The difference, divided by
 ``copies``, is the operation's time inside a graph, its launch gap included and the event and graph-launch cost not.
-The flush reads a buffer of several L2 sizes: a flush that wrote would leave the L2 full of dirty lines, whose
-write-back the operation would pay for. Two buffers take turns, so that no flush finds lines of its own last turn,
-which the operation would have driven out: that would count as time of the operation.
+
+Two flushes, each wrong for the other's case. A flush by reads leaves clean lines; use it for operations that read
+much and write little (a flush by writes would make them pay for its dirty lines). A flush by writes suits copies:
+they leave dirty lines themselves, which the next flush by reads would have to write back, at the copy's expense.
+Two buffers take turns, so that no flush finds lines of its own last turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+Flush = Literal["read", "write", "none"]
 FLUSH_BYTES = 256 * 2**20  # an H200's L2 holds 60 MB
 
 
@@ -54,15 +58,19 @@ def _replays_us(graph: torch.cuda.CUDAGraph, n_replays: int) -> list[float]:
 
 
 def time_in_graph(
-    function: Callable[[], object], *, copies: int = 8, n_replays: int = 15, flush: bool = True
+    function: Callable[[], object], *, copies: int = 8, n_replays: int = 15, flush: Flush = "read"
 ) -> Timing:
     """Time ``function`` (launches only, no host sync) by graph replays; see the module docstring."""
-    stale = [torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda") for _ in range(2 if flush else 0)]
+    stale = [
+        torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda") for _ in range(0 if flush == "none" else 2)
+    ]
     total = torch.empty((), dtype=torch.float32, device="cuda")
 
     def flush_once(turn: int) -> None:
-        if stale:
+        if flush == "read":
             torch.sum(stale[turn % 2], dim=0, out=total)
+        elif flush == "write":
+            stale[turn % 2].fill_(1.0)
 
     def flushes() -> None:
         for turn in range(copies):

@@ -20,5 +20,5 @@ def sm_read_ceiling_gbps(
     def launch() -> None:
         stream_read_kernel[(n_ctas,)](source, sink, n_tiles, TILE_WORDS=tile_bytes // 4, num_warps=num_warps)
 
-    timing = time_in_graph(launch, copies=2, n_replays=9, flush=False)
+    timing = time_in_graph(launch, copies=2, n_replays=9, flush="none")
     return n_tiles * tile_bytes / timing.median_us / 1e3

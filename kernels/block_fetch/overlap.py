@@ -117,7 +117,7 @@ def measure_overlap(
     lists = (inputs["host"], inputs["slots"], inputs["host_rows"], inputs["slot_rows"], inputs["count"])
 
     def microseconds(work: Work) -> float:
-        return time_in_graph(work, copies=4, n_replays=9, flush=False).median_us
+        return time_in_graph(work, copies=4, n_replays=9, flush="none").median_us
 
     one = COMPUTE[compute](repeats=1)
     target_us = microseconds(lambda: copy_runs(*lists))

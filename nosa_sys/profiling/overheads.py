@@ -33,7 +33,7 @@ def cuda_overhead_points() -> Iterator[dict[str, Any]]:
     def median(values: list[float]) -> float:
         return sorted(values)[len(values) // 2]
 
-    yield {"what": "kernel_in_graph", "median_us": time_in_graph(tiny, copies=64, flush=False).median_us}
+    yield {"what": "kernel_in_graph", "median_us": time_in_graph(tiny, copies=64, flush="none").median_us}
     yield {"what": "eager_launch_host", "median_us": median([_host_us(tiny, 500) for _ in range(5)])}
 
     def eager_chain() -> float:
