@@ -11,6 +11,7 @@ FOLDERS = {
     "nosa_sys/cli": "The `nosa` command, one file a verb.",
     "nosa_sys/engine": "The engine: decodes with two memory tiers and records what it does. Needs torch.",
     "nosa_sys/models": "Llama with the eviction head, and everything that loads one.",
+    "nosa_sys/profiling": "Measures a device and writes profile bundles for the simulator.",
     "nosa_sys/report": "The HTML report.",
     "kernels": "One folder an operation: the reference in torch is the definition, fast versions stand beside it.",
     "simulator": "Predicts step times from misses and a hardware profile. Loads no torch.",
@@ -26,6 +27,13 @@ symlinks to the folders at the top, so that everything is imported as `nosa_sys.
 
 This page is made from the modules' own docstrings by `make structure`.
 """
+
+
+def folders() -> dict[str, str]:
+    """Folder -> purpose; packages of nosa_sys that the table above does not know yet come last."""
+    found = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "nosa_sys").glob("*/__init__.py")}
+    own = {name for name in found if not (ROOT / name).is_symlink()}
+    return FOLDERS | dict.fromkeys(sorted(own - set(FOLDERS)), "")
 
 
 def modules(folder: str) -> list[Path]:
@@ -46,8 +54,8 @@ def sentence(path: Path) -> str:
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    for folder, purpose in FOLDERS.items():
-        lines = [f"## {folder}/", "", purpose, "", "| module | what it is |", "|---|---|"]
+    for folder, purpose in folders().items():
+        lines = [f"## {folder}/", "", *([purpose, ""] if purpose else []), "| module | what it is |", "|---|---|"]
         lines += [f"| `{path.relative_to(ROOT)}` | {sentence(path)} |" for path in modules(folder)]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)

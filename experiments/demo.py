@@ -30,6 +30,7 @@ SPARSE = SparseConfig(topk=16, block_size=64, init_blocks=1, window_size=128, se
 SLOT_RATIOS = (1.0, 1.25, 1.5, 2.0)
 SPARE_POLICIES = ("lru", "beta", "belady")
 _CHAPTER = "specialnames"
+_LONG = ("assumptions", "misses_per_head_step_by_layer", "kind", "trace", "model")  # stay in each replay.json
 
 
 def document_text() -> str:
@@ -166,5 +167,5 @@ def _replay_all(
             folder = root / "replays" / name
             folder.mkdir(parents=True)
             write_text_whole(folder / "replay.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
-            replays.append({key: value for key, value in document.items() if key not in ("assumptions",)})
+            replays.append({key: value for key, value in document.items() if key not in _LONG})
     return replays, skipped
