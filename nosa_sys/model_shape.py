@@ -110,7 +110,7 @@ class ModelShape:
             config = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read model config {path}: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(config, dict):
             raise ConfigError(f"{path} must hold a JSON object")
@@ -127,8 +127,9 @@ class ModelShape:
             if hidden % heads:
                 raise ConfigError(f"{path}: hidden_size={hidden} is no multiple of num_attention_heads={heads}")
             head_dim = hidden // heads
+        name = str(config.get("name_or_path") or config.get("_name_or_path") or path.parent.name)
         return cls(
-            name=str(config.get("name_or_path") or config.get("_name_or_path") or path.parent.name or "model"),
+            name=" ".join(name.split()) or "model",  # errors that quote it stay on one line
             n_layers=need("num_hidden_layers"),
             n_q_heads=heads,
             n_kv_heads=heads if kv_heads is None else kv_heads,

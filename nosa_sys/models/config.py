@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _is_positive(value: Any) -> bool:
+    """A finite number > 0; an int beyond the range of a float is none."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value <= sys.float_info.max
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Rotary scaling: ``kind`` default | linear | llama3, with the factors that the kind uses."""
@@ -43,7 +48,7 @@ class RopeScaling:
             raise ConfigError(f"rope_scaling type {self.kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
         for key in ROPE_KEYS[self.kind]:
             value = self.factors.get(key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if not _is_positive(value):
                 raise ConfigError(f"rope_scaling {self.kind}: {key}={value!r} must be a number > 0")
         if self.kind == "llama3" and self.factors["high_freq_factor"] <= self.factors["low_freq_factor"]:
             raise ConfigError(
@@ -70,7 +75,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for name in ("rope_theta", "rms_norm_eps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if not _is_positive(value):
                 raise ConfigError(f"model {self.shape.name}: {name}={value!r} must be a number > 0")
         if isinstance(self.max_positions, bool) or not isinstance(self.max_positions, int) or self.max_positions < 1:
             raise ConfigError(

@@ -42,6 +42,6 @@ def describe_adapter(path: Path) -> str:
         return f"eviction head from {path.name}"
     try:
         label = json.loads(label_file.read_text(encoding="utf-8"))["label"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         raise CheckpointError(f"{label_file} must hold a JSON object with a label") from None
     return f"eviction head from {path.name}: {label}"

@@ -19,7 +19,7 @@ from nosa_sys.models.config import LlamaConfig
 from nosa_sys.models.conversion_cache import open_converted
 from nosa_sys.models.eviction_head_weights import describe_adapter, fresh_head, take_head
 from nosa_sys.models.llama import LlamaModel
-from nosa_sys.models.safetensors_reader import CheckpointTensors
+from nosa_sys.models.safetensors_reader import MAX_FILE_NAME, CheckpointTensors
 from nosa_sys.models.tokenizer import Tokenizer
 from nosa_sys.models.weights import LM_HEAD, TORCH_DTYPES, base_tensors, head_tensors
 
@@ -124,6 +124,8 @@ def _open_source(name_or_path: str | Path) -> _Source:
         converted = open_converted(gguf, smollm2.NAME)
         text = f"{gguf.name} of {gguf.parent.name}"
         return _Source(converted.tensors, converted.config, converted.tokenizer, text, smollm2.ADAPTER)
+    if len(path.name) > MAX_FILE_NAME:
+        raise CheckpointError(f"no model of a name of {len(path.name)} characters exists; use {smollm2.NAME} or a path")
     if path.is_file() and path.suffix == ".gguf":
         converted = open_converted(path, path.stem)
         return _Source(converted.tensors, converted.config, converted.tokenizer, str(path))

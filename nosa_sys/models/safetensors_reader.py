@@ -26,6 +26,7 @@ ELEMENT_BYTES = {
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
+MAX_FILE_NAME = 200  # file systems end at 255 bytes
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map of tensor names to files")
     for name, shard in weight_map.items():
-        plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\:\0")
-        if not plain or not name.isprintable():
+        plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\:")
+        if not plain or not shard.isprintable() or len(shard) > MAX_FILE_NAME or not name.isprintable():
             raise CheckpointError(f"{path}: tensor {name!r} lies in {shard!r}, no plain file name beside the index")
     return weight_map

@@ -5,14 +5,15 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders
 
-from nosa_sys.errors import CheckpointError, ConfigError
+from nosa_sys.errors import CheckpointError, ConfigError, NosaError
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -41,10 +42,11 @@ class Tokenizer:
     @classmethod
     def from_json(cls, text: str, settings: dict[str, Any], source: Path) -> Tokenizer:
         """A tokenizer out of tokenizer.json text and the other constructor arguments; ``source`` names errors."""
-        try:
+        with _one_line(CheckpointError, f"{source} is no valid tokenizer"):
             backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the Rust side raises bare Exception
-            raise CheckpointError(f"{source} is no valid tokenizer: {error}") from None
+        # settings of the training run that a file may carry: they would cut or fill up prompts in silence
+        backend.no_truncation()
+        backend.no_padding()
         return cls(backend, **settings)
 
     @classmethod
@@ -60,8 +62,8 @@ class Tokenizer:
         config = _read_object(directory / "tokenizer_config.json")
         template = config.get("chat_template")
         if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
+            entries = [entry for entry in template if isinstance(entry, dict)]
+            template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
         if (directory / "chat_template.jinja").exists():
             template = _read_text(directory / "chat_template.jinja")
         special = {}
@@ -92,7 +94,8 @@ class Tokenizer:
         ``begin`` adds what the checkpoint puts before a text (a BOS in Llama 3, nothing in SmolLM2).
         """
         self._backend.encode_special_tokens = not special
-        return self._backend.encode(text, add_special_tokens=begin).ids
+        with _one_line(CheckpointError, "the checkpoint's tokenizer cannot encode this text"):
+            return list(self._backend.encode(text, add_special_tokens=begin).ids)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Text of ``ids``; control tokens are left out unless ``special``."""
@@ -121,15 +124,13 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        try:
+        with _one_line(ConfigError, "the chat template refuses these messages"):
             return environment.from_string(self.chat_template).render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
                 raise_exception=refuse,
                 **self.special_tokens,
             )
-        except TemplateError as error:
-            raise ConfigError(f"the chat template refuses these messages: {error}") from None
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one id stands for: a part of a character is possible. Unknown ids give none."""
@@ -173,6 +174,19 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
+@contextmanager
+def _one_line(kind: type[NosaError], message: str) -> Iterator[None]:
+    """Whatever a checkpoint's own tokenizer or template raises, as one line: a template may fail in any way that
+    Python can, and the Rust side raises bare Exception, or a panic that is no Exception at all."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        detail = " ".join(str(error).split()) or type(error).__name__
+        raise kind(f"{message}: {detail}") from None
+
+
 def _byte_level_alphabet() -> dict[str, int]:
     """Inverse of byte-level BPE's alphabet: printable Latin-1 stands for itself, other bytes from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -195,7 +209,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold a JSON object")

@@ -207,7 +207,9 @@ def test_tensor_absent_from_the_shard_that_the_index_names(checkpoint: Callable[
     assert SHARD2 in message
 
 
-@pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "a/b", "..", "", "a\\b", None, 5])
+@pytest.mark.parametrize(
+    "shard", ["../outside.safetensors", "/etc/passwd", "a/b", "..", "", "a\\b", "a\nb", "a" * 5000, None, 5]
+)
 def test_index_pointing_outside_the_directory(checkpoint: Callable[..., Path], shard: Any) -> None:
     directory = checkpoint(shards=3)
     save_file({Q0: torch.ones(96, 32)}, directory.parent / "outside.safetensors")
@@ -252,6 +254,8 @@ def test_config_key_missing_or_wrong(checkpoint: Callable[..., Path], key: str, 
         ("rope_scaling", {"type": "yarn", "factor": 2.0}),
         ("rope_scaling", {"type": "linear"}),
         ("rope_scaling", {"type": "linear", "factor": -1}),
+        ("rope_scaling", {"type": "linear", "factor": 10**400}),
+        ("rope_theta", 10**400),
         ("attention_bias", True),
         ("hidden_act", "gelu"),
         ("scale_emb", 12),
@@ -265,11 +269,15 @@ def test_config_value_that_is_refused(checkpoint: Callable[..., Path], key: str,
     assert str(value) in message or key in message
 
 
+def test_line_breaks_in_a_model_name_stay_out_of_errors(checkpoint: Callable[..., Path]) -> None:
+    assert "model a b:" in refusal(checkpoint(name_or_path="a\nb", head_dim=0))
+
+
 def test_absurd_layer_count_fails_at_the_first_missing_tensor(checkpoint: Callable[..., Path]) -> None:
     assert "tensor model.layers.2." in refusal(checkpoint(num_hidden_layers=2**31 - 1))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "[" * 200_000])
 def test_config_that_is_no_object(checkpoint: Callable[..., Path], text: str) -> None:
     directory = checkpoint()
     (directory / "config.json").write_text(text)

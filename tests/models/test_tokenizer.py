@@ -178,7 +178,7 @@ def test_tokenizer_larger_than_the_model_warns(checkpoint: Callable[..., Path]) 
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"a":' * 50_000])
 def test_broken_tokenizer_files(tmp_path: Path, name: str, content: bytes) -> None:
     (write_tokenizer(tmp_path) / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
@@ -195,3 +195,66 @@ def test_chat_templates_are_sandboxed_and_may_refuse(tmp_path: Path) -> None:
         tokenizer.chat_template = template
         with pytest.raises(ConfigError, match="chat template refuses"):
             tokenizer.render_chat(CHAT)
+
+
+HOSTILE_TEMPLATES = (
+    "{{ 1 / 0 }}",
+    "{{ messages + 1 }}",
+    "{% for i in range(10 ** 9) %}{% endfor %}",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+    "{{ raise_exception('two\nlines') }}",
+)
+
+
+@pytest.mark.parametrize("template", HOSTILE_TEMPLATES)
+def test_a_template_that_fails_in_any_way_is_one_line(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer.from_directory(write_tokenizer(tmp_path, chat_template=template))
+    assert tokenizer is not None
+    with pytest.raises(ConfigError, match="chat template refuses") as caught:
+        tokenizer.render_chat(CHAT)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [["default"], {"a": 1}, None])
+def test_template_lists_may_hold_anything(tmp_path: Path, name: Any) -> None:
+    tokenizer = Tokenizer.from_directory(write_tokenizer(tmp_path, chat_template=[1, {"name": name, "template": "x"}]))
+    assert tokenizer is not None
+    assert tokenizer.chat_template is None
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_not_followed(tmp_path: Path) -> None:
+    """Left over from training, they would shorten every prompt in silence, or fill it up with pad tokens."""
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    fill |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**TINY_TOKENIZER, "truncation": cut, "padding": fill}))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("a b a b a", begin=False) == [0, 1, 0, 1, 0]
+
+
+BROKEN_PARTS = {
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "absent", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    },
+}
+
+
+@pytest.mark.parametrize("part", sorted(BROKEN_PARTS))
+def test_a_panic_of_the_tokenizer_library_is_a_checkpoint_error(tmp_path: Path, part: str) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**TINY_TOKENIZER, part: BROKEN_PARTS[part]}))
+
+    def use() -> None:
+        made = Tokenizer.from_directory(tmp_path)
+        assert made is not None
+        made.encode("a b")
+
+    with pytest.raises(CheckpointError) as caught:
+        use()
+    assert "\n" not in str(caught.value)
