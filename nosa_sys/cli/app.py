@@ -10,11 +10,13 @@ import typer
 
 from nosa_sys import __version__
 from nosa_sys.cli import (
+    bench,
     capture,
     demo,
     doctor,
     generate,
     ls,
+    profile,
     replay,
     report,
     simulate,
@@ -53,9 +55,10 @@ def _root(
     """Decode with NOSA sparse attention and KV offload, record what moves, and price it on other hardware."""
 
 
-for _module in (doctor, generate, capture, replay, simulate, sweep, report, ls, demo):
+for _module in (doctor, generate, capture, replay, profile, simulate, sweep, report, ls, demo):
     app.command(_module.NAME)(_module.command)
 app.add_typer(trace.app, name="trace")
+app.add_typer(bench.app, name="bench")
 
 
 def _fail(message: str, code: int) -> int:

@@ -27,6 +27,13 @@ class LinearFit:
         """values [point, feature] -> microseconds [point]."""
         return self.fixed_us + np.asarray(values, dtype=np.float64) @ np.asarray(self.per_unit_us)
 
+    def gbps(self, feature: str = "bytes") -> float:
+        """Rate of a feature in bytes, decimal GB/s; HardwareError where the fit found no cost for it."""
+        per_byte_us = self.per_unit_us[self.features.index(feature)]
+        if per_byte_us <= 0:
+            raise HardwareError(f"the measured times do not grow with {feature}; profile again on a quiet machine")
+        return 1e-3 / per_byte_us
+
     def to_dict(self) -> dict[str, object]:
         errors = np.asarray(self.leave_one_out)
         return {

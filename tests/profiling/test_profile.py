@@ -1,0 +1,75 @@
+"""The profile verb on a CPU: a bundle that the simulator loads, every table there, nothing half-written."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from nosa_sys.cli.app import run
+from nosa_sys.errors import HardwareError
+from nosa_sys.profiling.bundle import write_bundle
+from nosa_sys.profiling.kernel_grid import grids
+from nosa_sys.simulator.hardware import load_hardware
+
+TINY_CONFIG = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+}
+
+
+def test_cpu_profile_makes_a_bundle(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_CONFIG))
+    out = tmp_path / "bundle"
+    assert run(["profile", "--device", "cpu", "--out", str(out), "--model-shape", str(config)]) == 0
+    profile = load_hardware(out)
+    assert profile.status == "measured"
+    assert profile.name == "bundle"
+    assert profile.link_gbps > 0
+    for table in ("link_runs", "sparse_decode_attention", "selection", "gemm", "elementwise"):
+        rows = pd.read_parquet(out / f"{table}.parquet")
+        assert len(rows)
+        assert (rows["p10_us"] <= rows["median_us"]).all()
+        assert (rows["median_us"] <= rows["p90_us"]).all()
+    runs = pd.read_parquet(out / "link_runs.parquet")
+    assert (runs["bytes"] == runs["run_bytes"] * runs["n_runs"]).all()
+    assert runs["run_bytes"].unique().tolist() == [2 * 64 * 64 * 4]
+    assert set(json.loads((out / "fits.json").read_text())) == {"h2d", "d2h", "sparse_decode_attention", "selection"}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--device", "tpu"], ["--model-shape", "no-such-model"], ["--device", "cpu", "--model-shape", "nosa-1b"] * 2],
+)
+def test_user_errors_write_nothing(tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = arguments if "--device" in arguments else [*arguments, "--device", "cpu"]
+    assert run(["profile", "--out", str(tmp_path / "bundle"), *arguments]) == 2
+    assert capsys.readouterr().err.strip().count("\n") == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="fetch has no measured points"):
+        write_bundle(
+            tmp_path, name="x", device="x", status="measured", notes="", tables={"fetch": []}, fits={}, models={},
+            environment={},
+        )  # fmt: skip
+
+
+def test_every_grid_names_a_benchmark_case_that_exists() -> None:
+    from nosa_sys.kernels.registry import load_operation
+
+    for grid in grids():
+        operation = next(o for o in load_operation(grid.module) if o.name == grid.operation)
+        template = [c for c in operation.cases() if c.name == grid.template and "bench" in c.uses]
+        assert len(template) == 1
+        assert grid.points
+        for point in grid.points:
+            assert set(point) <= set(template[0].params)
