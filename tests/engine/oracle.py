@@ -7,6 +7,7 @@ and attention (dense softmax over exactly the selected rows), and a dictionary m
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,9 +27,16 @@ class OracleRun:
     window_scores: list[list[list[np.ndarray]]]
 
 
-def run_oracle(model: LlamaModel, cfg: SparseConfig, method: str, tokens: list[int]) -> OracleRun:
-    """Every position of ``tokens`` as a query of its own."""
+def run_oracle(
+    model: LlamaModel, cfg: SparseConfig, method: str, tokens: list[int], positions: Collection[int] | None = None
+) -> OracleRun:
+    """Every position of ``tokens`` as a query of its own.
+
+    ``positions``: these queries alone, the rest of the result is empty or meaningless; for a model of one layer, whose
+    keys and values depend on no attention.
+    """
     shape = model.shape
+    assert positions is None or shape.n_layers == 1
     weights = [
         {name: getattr(layer, name).double().numpy() for name in ("qkv", "o", "gate_up", "down", "A", "delta")}
         | {"n1": layer.attention_norm.double().numpy(), "n2": layer.mlp_norm.double().numpy()}
@@ -47,7 +55,7 @@ def run_oracle(model: LlamaModel, cfg: SparseConfig, method: str, tokens: list[i
         v = qkv[:, (hq + hkv) * dim :].reshape(n, hkv, dim)
         beta = eviction(v.reshape(n, hkv * dim), w["A"], w["delta"], model.head)
         out = np.zeros((n, hq, dim))
-        for p in range(n):
+        for p in range(n) if positions is None else positions:
             per_head, betas_head, scores_head = [], [], []
             for h in range(hkv):
                 group = range(h * hq // hkv, (h + 1) * hq // hkv)

@@ -63,6 +63,23 @@ def test_case_18_gathers_match_the_host_copy_after_many_swaps() -> None:
                 assert torch.equal(slots[slot], host[block])
 
 
+def test_case_12_rows_past_2_31_elements_keep_their_own_constant() -> None:
+    """Only the rows that are written take real memory of the 4.3 GB."""
+    n_rows = 2**31 // (2 * 64 * 128) + 128
+    try:
+        host = torch.empty((n_rows, 2, 64, 128), dtype=torch.bfloat16)
+    except RuntimeError:
+        pytest.skip("this machine grants no 4.3 GB of address space")
+    rows = torch.tensor([0, 131_071, 131_072, n_rows - 1])
+    for i, row in enumerate(rows):
+        host[row] = i + 1.0
+    slots = torch.zeros((4, 2, 64, 128), dtype=torch.bfloat16)
+    fetch_blocks(host, slots, rows, torch.arange(4))
+    write_back(slots, host, torch.tensor([3]), torch.tensor([n_rows - 2]))
+    assert [(float(slot.min()), float(slot.max())) for slot in slots] == [(i, i) for i in (1.0, 2.0, 3.0, 4.0)]
+    assert (host[n_rows - 2] == 4.0).all()
+
+
 def test_case_24_an_empty_list_of_loads_is_a_no_op() -> None:
     slots = torch.full((2, 2, 4, 3), 777.0)
     nothing = torch.empty(0, dtype=torch.int64)
