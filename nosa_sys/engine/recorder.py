@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,8 @@ from nosa_sys.engine.prefill import PrefillCost
 from nosa_sys.errors import ConfigError
 from nosa_sys.traces.schema import WHOLE_STEP_LAYER, SequenceInfo, TraceMeta
 from nosa_sys.traces.writer import TraceWriter
+
+FLUSH_INTERVAL_S = 2.0
 
 
 class Recorder:
@@ -41,6 +44,7 @@ class Recorder:
         self._n_steps = self._longest_blocks = 0
         self._dense = False
         self._block_bytes = 0
+        self._flushed_at_s = time.monotonic()
 
     @property
     def _open_writer(self) -> TraceWriter:
@@ -89,6 +93,7 @@ class Recorder:
             self._add_scores(plan)
         self._add_step(plan)  # last: its row says that the step is whole
         self._n_steps = plan.layout.step + 1
+        self._flush_when_due()
         for sequence, blocks in zip(plan.layout.sequences, plan.layout.blocks, strict=True):
             info = self._sequences[sequence]
             self._sequences[sequence] = dataclasses.replace(info, new_tokens=info.new_tokens + 1)
@@ -97,6 +102,14 @@ class Recorder:
     def on_leave(self, sequence: int) -> None:
         """A sequence is gone: its last selection is no longer needed."""
         self._previous.pop(sequence, None)
+
+    def _flush_when_due(self) -> None:
+        """Put the rows on disk at every doubling of the steps and every few seconds, so that a run that is killed
+        loses less than half of its steps and no more than those seconds."""
+        doubled = self._n_steps & (self._n_steps - 1) == 0
+        if doubled or time.monotonic() - self._flushed_at_s >= FLUSH_INTERVAL_S:
+            self._open_writer.flush()
+            self._flushed_at_s = time.monotonic()
 
     # ---- rows
     def _add_selections(self, plan: StepPlan) -> None:

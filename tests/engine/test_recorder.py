@@ -140,6 +140,22 @@ def test_a_failed_run_leaves_an_incomplete_trace(tmp_path: Path) -> None:
     assert len(Trace.recover(tmp_path / "t").selections) == 2 * 2 * 2
 
 
+def test_a_killed_run_keeps_most_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a step finds on disk is what a kill at that moment would leave: here nothing is ever closed."""
+    recorder = Recorder(tmp_path / "t")
+    engine = Engine(tiny_model(), SMALL, recorder=recorder, record_scores=True)
+    engine.add(random_tokens(90, 0), 99)
+    for n_steps in range(1, 21):
+        engine.step()
+        trace = Trace.recover(tmp_path / "t")
+        assert n_steps / 2 < trace.meta.n_steps <= n_steps
+        assert not check_trace(trace).problems
+    assert trace.meta.n_steps == 16, "the doubling flushes"
+    monkeypatch.setattr("nosa_sys.engine.recorder.FLUSH_INTERVAL_S", 0.0)
+    engine.step()
+    assert Trace.recover(tmp_path / "t").meta.n_steps == 21, "the flush by time"
+
+
 def test_a_recorder_serves_one_engine(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "t")
     with pytest.raises(ConfigError, match="no engine yet"):
