@@ -96,6 +96,15 @@ def run_capture(
     link = nvidia_link() if request.device.startswith("cuda") else None
     if link is not None:
         facts |= {"driver": link[0], "pcie": link[1]}
+    prefilled = 0
+
+    def on_prefill(n_tokens: int) -> None:
+        nonlocal prefilled
+        prefilled += n_tokens
+        progress("prefill", prefilled, total_prefill)
+
+    # the last token of a prompt runs as the first decode step
+    total_prefill = sum(len(prompt) - 1 for prompt in prompts)
     with Recorder(directory, facts=facts, overwrite=True) as recorder:
         engine = Engine(
             loaded.model,
@@ -107,13 +116,14 @@ def run_capture(
             max_batch=len(prompts),
             recorder=recorder,
             record_scores=request.record_scores,
+            on_prefill=on_prefill,
         )
         eos = () if request.ignore_eos else loaded.tokenizer.eos_ids
         for index, prompt in enumerate(prompts):
             tokens = forced[index % len(forced)] if forced else None
             engine.add(prompt, request.max_new_tokens, request.sampling, eos, tokens)
         total = request.max_new_tokens * len(prompts)
-        progress("prefill", 0, sum(len(prompt) for prompt in prompts))
+        progress("prefill", 0, total_prefill)
         done = 0
         while not engine.idle:
             done += len(engine.step())

@@ -51,9 +51,10 @@ class DecodeProgress:
             if self._task is not None:
                 self._bar.remove_task(self._task)
             self._stage = stage
+            self._rate = LiveRate()
             self._task = self._bar.add_task(_STAGES.get(stage, stage), total=total or None, note="")
         note = ""
         if stage in ("decode", "prefill") and done:
-            rate = self._rate.at(time.monotonic(), done) if stage == "decode" else None
+            rate = self._rate.at(time.monotonic(), done)
             note = f"{rate:.1f} tok/s" if rate is not None else ""
         self._bar.update(self._task, completed=done, total=total or None, note=note)

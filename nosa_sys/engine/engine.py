@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -43,6 +43,7 @@ class Engine:
         host_kv_dtype: must be the model's dtype for now.
         prefill_chunk: prompt tokens per prefill pass.
         record_scores: keep stage-1 scores and beta means in the trace, for replay under other budgets.
+        on_prefill: called with the number of prompt tokens of each finished prefill chunk, for progress bars.
         poison: value (NaN in tests) put into all memory that holds nothing, so that reading it shows.
 
     Raises ConfigError for unknown names, CapacityError for fewer slots than k.
@@ -74,6 +75,7 @@ class Engine:
         recorder: Recorder | None = None,
         record_scores: bool = False,
         poison: float | None = None,
+        on_prefill: Callable[[int], None] | None = None,
     ) -> None:
         self.model, self.sparse = model, sparse
         self.method = get_method(method)
@@ -93,7 +95,7 @@ class Engine:
         self.memory = Memory(
             model, sparse, self.method, n_slots=self.slots, host_memory_bytes=host_memory_bytes, poison=poison
         )
-        self._prefill = PrefillRunner(model, self.memory, prefill_chunk)
+        self._prefill = PrefillRunner(model, self.memory, prefill_chunk, on_prefill)
         self._decode = DecodeRunner(model, self.memory, self.policy, self.schedule, record_scores=record_scores)
         self._record_scores = record_scores
         self._waiting: deque[LiveSequence] = deque()

@@ -7,7 +7,7 @@ stores its own blocks back: finished ones to the host, the unfinished one to a s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +58,13 @@ class PrefillOutput:
 class PrefillRunner:
     """Prefills sequences of one engine, ``chunk`` tokens at a time."""
 
-    def __init__(self, model: LlamaModel, memory: Memory, chunk: int) -> None:
+    def __init__(
+        self, model: LlamaModel, memory: Memory, chunk: int, on_chunk: Callable[[int], None] | None = None
+    ) -> None:
+        """``on_chunk`` is called with the number of tokens of each finished chunk."""
         self.model, self.memory, self.chunk = model, memory, chunk
         self.cfg, self.method = memory.cfg, memory.method
+        self._on_chunk = on_chunk
 
     @torch.no_grad()
     def run(
@@ -74,7 +78,10 @@ class PrefillRunner:
         n_layers = self.model.n_layers
         cost = PrefillCost(len(tokens), [0] * n_layers, [0] * n_layers, [0.0] * n_layers)
         for first in range(0, len(tokens), self.chunk):
-            self._run_chunk(tokens[first : first + self.chunk], first, lane, pages, cost, output)
+            chunk = tokens[first : first + self.chunk]
+            self._run_chunk(chunk, first, lane, pages, cost, output)
+            if self._on_chunk is not None:
+                self._on_chunk(len(chunk))
         if output is not None:
             output.finish(self.model)
         return cost

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nosa_sys.cli.budgets import resolve_budgets
+from nosa_sys.cli.decode_progress import LiveRate
 from nosa_sys.cli.options import BudgetFlags
 from nosa_sys.cli.settings import Settings, read_yaml_mapping
 from nosa_sys.errors import ConfigError
@@ -77,3 +78,12 @@ def test_yaml_files_are_checked_key_by_key(tmp_path: Path) -> None:
         resolve(BudgetFlags(), read_yaml_mapping(path, ["topk"]))
     path.write_text("")
     assert read_yaml_mapping(path, ["a"]) == {}
+
+
+def test_live_rate_looks_back_two_seconds() -> None:
+    rate = LiveRate()
+    assert rate.at(10.0, 0) is None
+    assert rate.at(11.0, 10) == pytest.approx(10.0)
+    for second in range(12, 20):
+        value = rate.at(float(second), 10 + 4 * (second - 11))
+    assert value == pytest.approx(4.0), "the fast first second is forgotten"
