@@ -100,10 +100,11 @@ def test_case_07_limit_is_named_before_any_work() -> None:
 
 
 def test_case_08_layers_do_not_share_rows() -> None:
-    """V is constant 1 in layer 0 and 2 in layer 1: attention gives exactly that, after eviction and reload."""
-    model = tiny_model(8)
+    """V is constant 1, 2, 3 in layers 0, 1, 2: attention gives exactly that, in prefill chunks that read the host
+    pool back and in decode after eviction and reload."""
+    model = tiny_model(8, shape=dataclasses.replace(TINY, n_layers=3))
     values = slice(TINY.n_q_heads * 8 + TINY.n_kv_heads * 8, None)
-    seen: dict[int, set[float]] = {0: set(), 1: set()}
+    seen: dict[int, set[float]] = {0: set(), 1: set(), 2: set()}
     for layer in model.layers:
         layer.qkv[values] = 0.0
     inputs, output = model.attention_inputs, model.attention_output
@@ -117,11 +118,11 @@ def test_case_08_layers_do_not_share_rows() -> None:
         return output(layer, x, attention)
 
     model.attention_inputs, model.attention_output = constant_v, watched  # type: ignore[method-assign]
-    engine = Engine(model, SMALL, method="infllmv2", poison=NAN)
+    engine = Engine(model, SMALL, method="infllmv2", poison=NAN, prefill_chunk=32)
     engine.add(random_tokens(130, 8), 40)
     engine.run()
     assert engine.summary()["blocks_loaded_warm"] > 0
-    assert seen == {0: {1.0}, 1: {2.0}}
+    assert seen == {0: {1.0}, 1: {2.0}, 2: {3.0}}
 
 
 def test_case_10_summary_tells_whether_sparsity_engaged() -> None:

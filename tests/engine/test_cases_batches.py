@@ -19,6 +19,22 @@ from tests.engine.oracle import run_oracle
 ONE_LAYER = dataclasses.replace(TINY, n_layers=1)
 
 
+@pytest.mark.parametrize("prompts", [(1, 150), (150, 1, 4200)])
+def test_case_01_short_contexts_beside_longer_ones(prompts: tuple[int, ...]) -> None:
+    """k = 64 blocks: rows of 1, 3 and 66 blocks in one batch each select what exists and nothing else."""
+    cfg, model = SparseConfig(), tiny_model(1, shape=ONE_LAYER)
+    engine = Engine(model, cfg, poison=NAN)
+    texts = [random_tokens(n + 5, n) for n in prompts]
+    ids = [engine.add(t[:-5], 5, force_tokens=t[-5:]) for t in texts]
+    rows = Watch(engine).run()
+    for sequence, text in zip(ids, texts, strict=True):
+        positions = range(len(text) - 6, len(text) - 1)
+        assert_rows_match(rows[sequence], run_oracle(model, cfg, "nosa", text, positions))
+        n_blocks = -(-len(text) // 64)
+        assert [len(head) for head in rows[sequence][-1].selected[0]] == [min(64, n_blocks)] * 2
+        assert n_blocks > 64 or all(sum(map(sum, row.misses)) == 0 for row in rows[sequence][1:])
+
+
 def test_case_16_a_hundred_sequences_follow_one_another_in_a_full_batch() -> None:
     """Three long sequences run on while a fourth lane changes hands a hundred times, freed blocks being poisoned."""
     model = tiny_model(16, shape=ONE_LAYER)

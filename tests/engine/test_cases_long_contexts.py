@@ -6,6 +6,7 @@ With one layer the oracle needs the decoded positions alone, so that each test s
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_case_10_the_default_budget_engages_beyond_4096_tokens(prompt: int, shar
     engine = Engine(model, DEFAULT, poison=NAN)
     sequence = engine.add(text[:prompt], 8, force_tokens=text[prompt:])
     rows = Watch(engine).run()[sequence]
-    summary = engine.summary()
+    summary: dict[str, Any] = engine.summary()
     assert summary["sparse_step_share"] == share
     assert (summary["blocks_loaded_warm"] > 0) == bool(share)
     assert any("no step was sparse" in note for note in summary["notes"]) == (not share)

@@ -67,12 +67,13 @@ def test_causal_scores_see_only_whole_past_windows(
 
 @pytest.mark.parametrize(("n_q", "n_kv"), [(8, 2), (6, 2), (4, 4), (8, 1)])
 def test_case_15_query_heads_score_for_their_own_kv_head(n_q: int, n_kv: int) -> None:
-    """Case 15: each KV head sums the g heads that follow one another, and the sum is g."""
+    """Case 15: each KV head sums the g heads that follow one another, and the sum is g; the heads of a group point
+    along an axis of their own, and only their own KV head has a window there."""
     means = torch.zeros(1, n_kv, 3, 4)
-    for head in range(n_kv):
-        means[0, head, head % 3, 0] = 100.0
     q = torch.zeros(1, n_q, 4)
-    q[..., 0] = 1.0
+    for head in range(n_kv):
+        means[0, head, head % 3, head] = 100.0
+        q[0, head * (n_q // n_kv) : (head + 1) * (n_q // n_kv), head] = 1.0
     scores = stage1_scores(q, means, torch.tensor([3]))
     for head in range(n_kv):
         assert scores[0, head].argmax().item() == head % 3

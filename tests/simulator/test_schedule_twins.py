@@ -114,6 +114,13 @@ def test_case_27_two_transfers_on_one_link_and_on_both():
     assert "one after another" in SERIAL.rule
 
 
+def test_case_26_compute_and_transfer_add_up_without_overlap():
+    """2 ms of compute and 1 ms of transfer are 3 ms in the serial schedule: 1,333.3 tok/s at batch 4."""
+    for times in both(costs([1000], [0], [2000])):
+        assert times.step_us.tolist() == [3000.0]
+        assert 4 / (times.step_us[0] / 1e6) == pytest.approx(1333.3, abs=0.05)
+
+
 def test_no_event_is_left_after_a_step(random_costs):
     machine = Machine(LinkSharing(0.6, 0.9))
 
