@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from nosa_sys.engine.sampling import SamplingParams, sample
 from nosa_sys.engine.schedules import get_schedule
 from nosa_sys.engine.sequence import Request, SequenceState, TokenEvent, prompt_sha256
 from nosa_sys.engine.sequence import Sequence as LiveSequence
-from nosa_sys.errors import CapacityError, ConfigError, NumericsError
+from nosa_sys.errors import CapacityError, ConfigError, NosaError, NumericsError
 from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
@@ -102,6 +103,7 @@ class Engine:
         self._running: list[LiveSequence] = []
         self._free_lanes = list(range(max_batch))
         self._next_id = self._next_step = 0
+        self._torn = False
         self._metrics = RunMetrics(self.memory.block_bytes)
         self.outputs: dict[int, list[int]] = {}
         self.last_plan: StepPlan | None = None
@@ -124,7 +126,11 @@ class Engine:
         ``force_tokens`` replace the first new tokens, whatever the model says. Raises ConfigError for ids outside the
         vocabulary or an empty prompt, CapacityError when host_memory_bytes can never hold the sequence.
         """
-        prompt, forced = list(prompt), tuple(force_tokens or ())
+        try:
+            prompt = [operator.index(t) for t in prompt]
+            forced = tuple(operator.index(t) for t in (() if force_tokens is None else force_tokens))
+        except TypeError:
+            raise ConfigError("prompt and force_tokens must be token ids, whole numbers") from None
         if not prompt:
             raise ConfigError("the prompt is empty; give at least one token (a BOS token will do)")
         if max_new_tokens < 1:
@@ -205,11 +211,27 @@ class Engine:
         return self.outputs
 
     def step(self) -> list[TokenEvent]:
-        """Admit what fits, then decode one token of each running sequence; their events in admission order."""
+        """Admit what fits, then decode one token of each running sequence; their events in admission order.
+
+        After a NumericsError the named sequence can be cancelled and the others go on. Anything else that stops a
+        step half-way (an interrupt, a full disk) may leave blocks marked resident that never arrived: later calls
+        raise NosaError.
+        """
+        if self._torn:
+            raise NosaError("an earlier step was stopped half-way; save the sequences and resume them in a new engine")
         self._admit()
-        batch = self._running
-        if not batch:
+        if not self._running:
             return []
+        self._torn = True
+        try:
+            events = self._decode_batch(self._running)
+        except NumericsError:
+            self._torn = False
+            raise
+        self._torn = False
+        return events
+
+    def _decode_batch(self, batch: list[LiveSequence]) -> list[TokenEvent]:
         start = time.perf_counter()
         self._make_room(batch)
         layout = make_layout(
@@ -246,15 +268,24 @@ class Engine:
         return events
 
     def _admit(self) -> None:
-        """First come, first served: the head of the queue waits for a lane and for its host pages."""
+        """First come, first served: the head of the queue waits for a lane and for its host pages.
+
+        A sequence whose prefill fails stays at the head of the queue."""
         while self._waiting and self._free_lanes:
             sequence = self._waiting[0]
             if not self.memory.host.reserve(sequence.reserved_pages):
                 return
-            self._waiting.popleft()
             sequence.lane = self._free_lanes.pop(0)
+            try:
+                self._start(sequence)
+            except BaseException as error:  # an interrupt too: a half-filled lane must never be decoded
+                self.memory.host.release(sequence.pages)
+                self._free_lane(sequence)
+                if isinstance(error, NumericsError):
+                    raise NumericsError(f"sequence {sequence.id}: {error}; cancel it to go on") from None
+                raise
+            self._waiting.popleft()
             self._running.append(sequence)
-            self._start(sequence)
 
     def _start(self, sequence: LiveSequence) -> None:
         """Fill the sequence's lane: by prefill, or from its saved KV."""
@@ -288,7 +319,7 @@ class Engine:
         if self.method.dense:
             return
         for sequence in batch:
-            if (sequence.n_cached + 1) % size == 0:
+            if (sequence.n_cached + 1) // size > len(sequence.pages):  # not yet so if this step failed once
                 pages = memory.host.allocate(1)
                 memory.add_pages(sequence.lane, sequence.n_cached // size, pages)
                 sequence.pages += pages
@@ -296,11 +327,15 @@ class Engine:
     def _leave(self, sequence: LiveSequence) -> None:
         self._running.remove(sequence)
         self.memory.clear_lane(sequence.lane, sequence.pages)
-        self.memory.host.unreserve(sequence.reserved_pages)
-        self._free_lanes = sorted([*self._free_lanes, sequence.lane])
-        sequence.lane = -1
+        self._free_lane(sequence)
         if self._recorder is not None:
             self._recorder.on_leave(sequence.id)
+
+    def _free_lane(self, sequence: LiveSequence) -> None:
+        """Give back the lane and the pages' reservation; the pages themselves were released."""
+        self.memory.host.unreserve(sequence.reserved_pages)
+        self._free_lanes = sorted([*self._free_lanes, sequence.lane])
+        sequence.lane, sequence.pages = -1, []
 
     def _find(self, sequence_id: int) -> LiveSequence:
         for sequence in (*self._running, *self._waiting):
@@ -309,12 +344,12 @@ class Engine:
         raise ConfigError(f"sequence {sequence_id} is neither waiting nor running (finished, cancelled or never added)")
 
     def _refuse_nan(self, logits: Tensor, plan: StepPlan) -> None:
-        broken = logits.isnan().any(dim=-1)
+        broken = ~logits.amax(dim=-1).isfinite()
         if broken.any():
-            row = int(broken.nonzero()[0])
+            row, layout = int(broken.nonzero()[0]), plan.layout
             raise NumericsError(
-                f"NaN logits for sequence {plan.layout.sequences[row]} at position {plan.layout.positions[row]}; look "
-                "for infinite or NaN weights and activations"
+                f"NaN or infinite logits for sequence {layout.sequences[row]} at position {layout.positions[row]}; "
+                "look for infinite or NaN weights and activations"
             )
 
     # ---- describing

@@ -63,7 +63,9 @@ def sample(logits: Tensor, params: list[SamplingParams], generators: list[np.ran
 
 def _sample_nucleus(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF draw inside each row's nucleus; logits [rows, vocab], the others float64 [rows]."""
-    scaled = logits.to("cpu", torch.float64) / temperature[:, None]
+    logits = logits.to("cpu", torch.float64)
+    peak = logits.max(dim=-1, keepdim=True).values  # taken off first: a tiny temperature must not overflow
+    scaled = (logits - peak) / temperature[:, None]
     probabilities, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
     cumulative = probabilities.cumsum(dim=-1)
     inside = cumulative - probabilities < top_p[:, None]

@@ -122,3 +122,10 @@ def test_bad_requests_are_named(arguments: tuple, named: str) -> None:
         engine.add(*arguments)
     with pytest.raises(ConfigError, match="sequence 7 is neither"):
         engine.cancel(7)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-20])
+def test_a_tiny_temperature_picks_the_best_token(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature)
+    logits = torch.tensor([[-1e300, 3e300, 2e300, -5e-300]], dtype=torch.float64)
+    assert sample(logits, [params], [params.generator()]) == [1]
