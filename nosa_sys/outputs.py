@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,10 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def check_output(path: Path, *, overwrite: bool) -> None:
-    """Refuse early, before any work, what could not be written in the end."""
+def check_output(path: Path, *, overwrite: bool, reads: Path | None = None) -> None:
+    """Refuse early, before any work, what could not be written in the end, or would replace the input ``reads``."""
+    if reads is not None and path.resolve() in (reads.resolve(), *reads.resolve().parents):
+        raise ConfigError(f"{path} is or holds {reads}, which is read here; choose another --out")
     if path.is_dir():
         entries = list(path.iterdir())
         if entries and not overwrite:
@@ -49,6 +52,7 @@ def whole_directory(path: Path, *, overwrite: bool, keep_when_interrupted: bool 
     if partial.exists():
         if not overwrite:
             raise ConfigError(f"{partial} is left from an interrupted run; read it, or give --overwrite to start again")
+        check_output(partial, overwrite=True)
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:
@@ -61,9 +65,8 @@ def whole_directory(path: Path, *, overwrite: bool, keep_when_interrupted: bool 
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if path.is_dir():
-        old = path.with_name(path.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
+        old = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.old-", dir=path.parent))
+        path.rename(old / path.name)
         partial.rename(path)
         shutil.rmtree(old)
     else:

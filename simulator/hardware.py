@@ -19,6 +19,7 @@ from nosa_sys.simulator.rates import LinkSharing
 PROFILE_SCHEMA_VERSION = 1
 PROFILE_STATUSES = ("measured", "validated", "projected")
 MAX_PROFILE_BYTES = 2**20
+MIN_GBPS = 1e-9  # slower than a byte a second, times overflow
 _BUILT_IN = Path(__file__).parent / "profiles"
 
 # null in models.json: "not limited by this" for speeds and memory; for h2d_gbps "the caller has to give it".
@@ -85,6 +86,8 @@ def check_gbps(value: Any) -> float:
     """A bandwidth that a user gave, as a float; HardwareError unless it is finite and above zero."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise HardwareError(f"h2d_gbps={value!r} must be a finite number of GB/s above 0")
+    if value < MIN_GBPS:
+        raise HardwareError(f"h2d_gbps={value!r} is below the limit of {MIN_GBPS:g} GB/s, one byte a second")
     return float(value)
 
 
@@ -175,6 +178,8 @@ def _number(key: str, value: Any, where: Path) -> float | None:
         return None if key == "h2d_gbps" else math.inf
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise HardwareError(f"{where}: {key}={value!r} must be a finite number")
+    if key.endswith("_gbps") and 0 < value < MIN_GBPS:
+        raise HardwareError(f"{where}: {key}={value!r} is below the limit of {MIN_GBPS:g}")
     if value < 0 or (value == 0 and key in _POSITIVE):
         raise HardwareError(f"{where}: {key}={value!r} must be {'above 0' if key in _POSITIVE else '>= 0'}")
     return float(value)

@@ -310,7 +310,7 @@ class TraceSource:
                 self._trace, sparse=request.sparse, method=request.method, slots=request.slots, policy=request.policy
             )
             misses, sparse, slots, policy = result.misses, result.sparse, result.slots, result.policy
-            exact = not result.reselected
+            exact = not result.reselected and (slots, policy) == (meta.slots, meta.policy)
         if meta.status == "injected":
             note = "the trace's selections were injected into its run, not chosen by the model"
             misses = dataclasses.replace(misses, assumptions=[*misses.assumptions, note])
@@ -322,5 +322,5 @@ class TraceSource:
             slots=slots,
             policy=policy,
             device_block_bytes=device_block_bytes,
-            exact=exact and meta.status != "injected",
+            exact=exact and meta.status in ("measured", "validated"),
         )

@@ -58,10 +58,14 @@ def sweep(
     meta = Trace.open(recipe.base.trace).meta if recipe.base.trace is not None else None
     groups = plan(recipe, meta)
     out = Path(out)
+    is_new = not out.exists()
     resume = out / _RESUME_FOLDER / _fingerprint(recipe, meta)
     try:
         resume.mkdir(parents=True, exist_ok=True)
         rows = _collect(recipe, groups, resume, workers, progress)
+        if all(row["refused"] for row in rows):
+            shutil.rmtree(out if is_new else out / _RESUME_FOLDER)
+            raise ConfigError(f"none of the {len(rows)} configurations can be run; the first: {rows[0]['refused']}")
         summary = write_results(out, recipe, rows)
         shutil.rmtree(out / _RESUME_FOLDER)
     except OSError as error:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from nosa_sys.errors import TraceError
 from nosa_sys.traces.rows import SelectionRows, list_column, selection_rows
-from nosa_sys.traces.schema import REQUIRED_TABLES, SCHEMAS, TraceMeta
+from nosa_sys.traces.schema import ORIGIN_NAMES, REQUIRED_TABLES, SCHEMAS, TraceMeta
 
 MAX_TABLE_BYTES = 3 * 2**30
 _PART = re.compile(r"part-(\d{5,9})\.parquet")
@@ -92,7 +92,7 @@ class Trace:
 
     @cached_property
     def selections(self) -> SelectionRows:
-        """The selections table as numpy columns, rows as stored."""
+        """The selections table as numpy columns, rows as stored; TraceError where layer, head or origin is out of range."""
         table = self.table("selections")
         id_offsets, origin_offsets = list_column(table, "block_ids")[1], list_column(table, "origins")[1]
         unequal = np.flatnonzero(np.diff(id_offsets) != np.diff(origin_offsets))
@@ -100,7 +100,18 @@ class Trace:
             raise TraceError(
                 f"trace {self.directory}: selections row {unequal[0]} has another number of origins than block_ids"
             )
-        return selection_rows(table)
+        rows = selection_rows(table)
+        model = self.meta.model
+        limits = (
+            ("layer", rows.layer, model.n_layers),
+            ("kv_head", rows.kv_head, model.n_kv_heads),
+            ("origin", rows.origins, len(ORIGIN_NAMES)),
+        )
+        for name, values, limit in limits:
+            bad = np.flatnonzero((values < 0) | (values >= limit))
+            if len(bad):
+                raise TraceError(f"trace {self.directory}: {name}={values[bad[0]]} is outside [0, {limit})")
+        return rows
 
 
 def _load_meta(directory: Path) -> TraceMeta:

@@ -66,6 +66,11 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Torch reports a failed allocation as a RuntimeError, told from a fault of the program by its text alone."""
+    return isinstance(error, MemoryError) or any(t in str(error) for t in ("allocate memory", "out of memory"))
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit status: 0 done, 1 a check failed, 2 user error, 130 interrupted."""
     command: Any = typer.main.get_command(app)
@@ -90,7 +95,9 @@ def run(arguments: list[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", EXIT_USER_ERROR)
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
         return _fail("out of memory; use a shorter prompt, a smaller batch or fewer slots", EXIT_USER_ERROR)
 
 

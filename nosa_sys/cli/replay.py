@@ -39,7 +39,7 @@ def command(
     settings, request = resolve(trace, meta, budgets, cache, config)
     settings.banner(out.stderr(), f"replay {trace}")
     if out_dir is not None:
-        check_output(out_dir, overwrite=overwrite)
+        check_output(out_dir, overwrite=overwrite, reads=trace)
     if dry_run:
         if json:
             out.print_json({"options": settings.to_dict(), "dry_run": True})

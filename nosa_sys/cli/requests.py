@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 _MAX_PROMPT_BYTES = 256 * 2**20
+_MAX_COUNT = 2**31 - 1  # torch takes sizes and thread counts as C integers
 # SmolLM2's tokenizer makes about this many characters of English a token; for the banner's estimate alone
 _CHARACTERS_PER_TOKEN = 3.6
 
@@ -63,6 +64,8 @@ def build_request(
     if not dense:
         settings.note("slots", sparse.topk if slots is None else slots, slots_origin or "derived: k")
     n_slots = sparse.topk if slots is None else slots
+    if n_slots > _MAX_COUNT:
+        raise ConfigError(f"slots={n_slots} exceeds the limit of {_MAX_COUNT}")
     policy, policy_origin = settings.find("policy", cache.policy, str)
     if not dense:
         shown = policy if policy is not None else ("exact" if n_slots <= sparse.topk else "lru")
@@ -87,6 +90,8 @@ def build_request(
     if cut is not None and cut < 1:
         raise ConfigError(f"max_prompt_tokens={cut} must be >= 1")
     threads, threads_origin = settings.find("threads", model.threads, int)
+    if threads is not None and not 1 <= threads <= _MAX_COUNT:
+        raise ConfigError(f"threads={threads} must lie in [1, {_MAX_COUNT}]")
     settings.note("threads", "as torch chooses" if threads is None else threads, threads_origin or "default")
     adapter, adapter_origin = settings.find("adapter", None if model.adapter is None else str(model.adapter), str)
     settings.note("adapter", adapter or "as shipped or in the checkpoint", adapter_origin or "default")

@@ -29,7 +29,7 @@ def read_yaml_mapping(path: Path, known: Iterable[str]) -> dict[str, Any]:
         raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than the limit of {_MAX_CONFIG_BYTES}")
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # impossible dates and huge numbers are ValueErrors
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if data is None:
         return {}
@@ -71,7 +71,10 @@ class Settings:
             return None, None
         value = self.file[name]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:
+                raise ConfigError(f"{name} in the config file is too large for a number") from None
         if kind is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise ConfigError(f"{name}={value!r} in the config file must be of type {kind.__name__}")
         return value, "file"

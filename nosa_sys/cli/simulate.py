@@ -90,7 +90,7 @@ def command(
     settings.note("bytes per block", f"{shape.kv_block_bytes(sparse.block_size):,}", "derived")
     settings.banner(out.stderr(), f"simulate {trace}")
     if out_dir is not None:
-        check_output(out_dir, overwrite=overwrite)
+        check_output(out_dir, overwrite=overwrite, reads=trace)
     if timeline is not None:
         check_output(timeline, overwrite=overwrite)
     if dry_run:

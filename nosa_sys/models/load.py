@@ -113,6 +113,8 @@ def _check_arguments(dtype: str, device: str, head: str, adapter: str | Path | N
         kind = torch.device(device).type
     except RuntimeError:
         raise ConfigError(f"device={device!r} is no torch device; use cpu or cuda") from None
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r} must be cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r} asks for a GPU, but this torch sees none; use device cpu")
 

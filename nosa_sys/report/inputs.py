@@ -13,12 +13,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nosa_sys.errors import TraceError
+from nosa_sys.report.time_figures import PARTS
 from nosa_sys.traces.reader import Trace
 from nosa_sys.traces.schema import META_FILE
 
 CAPTURE_FILE = "capture.json"
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_DEPTH = 3
+# of the keys that the figures read
+_RESULT_TYPES: dict[type | tuple[type, ...], tuple[str, ...]] = {
+    dict: ("sparse", "settings"),
+    list: ("assumptions", "rules"),
+    (int, float): (
+        *("slots_over_k", "misses_per_head_step", "miss_ratio", "gamma_macro", "h2d_bytes_per_step"),
+        *(column for column, _, _ in PARTS),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -82,9 +92,9 @@ def _collect(path: Path, inputs: ReportInputs, depth: int) -> None:
         return
     found = True
     if (path / "replay.json").is_file():
-        inputs.replays.append(read_json(path / "replay.json"))
+        inputs.replays.append(_read_result(path / "replay.json"))
     elif (path / "prediction.json").is_file():
-        inputs.predictions.append(read_json(path / "prediction.json"))
+        inputs.predictions.append(_read_result(path / "prediction.json"))
     elif (path / "results.parquet").is_file():
         summary = path / "summary.json"
         inputs.sweeps.append(
@@ -108,6 +118,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise TraceError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise TraceError(f"{path} must hold a JSON object")
+    return data
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    """A replay or prediction; keys without a value are left out, one of another type than the figures need is named."""
+    data = {key: value for key, value in read_json(path).items() if value is not None}
+    for kind, names in _RESULT_TYPES.items():
+        for name in names:
+            value = data.get(name)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise TraceError(f"{path}: {name}={str(value)[:80]!r} has type {type(value).__name__}")
     return data
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,15 @@ def build_page(inputs: ReportInputs, *, title: str = "NOSA report") -> Page:
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head>"
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
-    return Page(document, [figure.key for figure in figures])
+    return Page(document, [html_id(figure.key) for figure in figures])
+
+
+def html_id(key: str) -> str:
+    """A figure's key as an element id: plotly writes it into HTML and scripts as it is, and names come from outside.
+
+    What is no plain character becomes its number, so that different keys stay different.
+    """
+    return re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0])}_", key)
 
 
 def _cards(numbers: Sequence[tuple[str, str]]) -> str:
@@ -117,7 +126,7 @@ def _section(figure: Figure) -> str:
     plot = figure.plot.to_html(
         full_html=False,
         include_plotlyjs=False,
-        div_id=figure.key,
+        div_id=html_id(figure.key),
         config={"displayModeBar": False, "responsive": True},
     )
     reading = f'<p class="reading">{html.escape(figure.how_to_read)}</p>'

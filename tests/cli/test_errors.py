@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -40,6 +41,9 @@ def refused(result: Outcome, *words: str) -> None:
         (["--dtype", "int4"], ["int4"]),
         (["--head", "big"], ["big"]),
         (["--device", "abacus"], ["abacus"]),
+        (["--device", "meta"], ["meta", "cpu"]),
+        (["--slots", str(2**70)], ["slots=1180591620717411303424"]),
+        (["--threads", str(2**40)], ["threads=1099511627776"]),
         (["--temperature", "nan"], ["temperature"]),
         (["--top-p", "1.5"], ["top_p=1.5"]),
         (["--max-new-tokens", "0"], ["max-new-tokens"]),
@@ -126,6 +130,7 @@ def test_trace_check_names_what_is_broken(nosa: Nosa, trace: Path, tmp_path: Pat
         (["--hardware", "ideal"], ["h2d"]),
         (["--hardware", "ideal", "--h2d-gbps", "nan"], ["h2d_gbps=nan"]),
         (["--hardware", "ideal", "--h2d-gbps", "-3"], ["h2d_gbps=-3"]),
+        (["--hardware", "ideal", "--h2d-gbps", "1e-320"], ["h2d_gbps", "byte a second"]),
         (["--hardware", "abacus"], ["abacus", "h200-provisional"]),
         (["--hardware", "ideal", "--h2d-gbps", "10", "--model-shape", "nosa-9b"], ["nosa-9b"]),
         (["--hardware", "ideal", "--h2d-gbps", "10", "--schedule", "magic"], ["magic", "serial"]),
@@ -190,3 +195,71 @@ def test_interrupted_capture_keeps_its_whole_steps(
     checked = nosa("trace", "check", tmp_path / "trace.partial", "--allow-incomplete", "--json")
     assert checked.status == 0, checked.err
     refused(nosa("trace", "check", tmp_path / "trace.partial"), "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ("topk: 2026-13-45", "month"),
+        ("topk: " + "9" * 5000, "digits"),
+        ("temperature: " + "9" * 400, "temperature"),
+        ("threads: 0", "threads=0"),
+        ("topk: " + "[" * 3000, "bad.yaml"),
+    ],
+)
+def test_config_files_with_impossible_values(
+    nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path, content: str, word: str
+) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text(content)
+    common = ("capture", "--model", checkpoint, "--prompt-file", prompt, "--config", config)
+    refused(nosa(*common, "--out", tmp_path / "t"), word)
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.yaml"]
+
+
+@pytest.mark.parametrize("verb", [["replay"], ["simulate", "--hardware", "h200-provisional"]])
+def test_an_output_never_replaces_its_input(nosa: Nosa, trace: Path, tmp_path: Path, verb: list[str]) -> None:
+    run_folder = tmp_path / "run"
+    shutil.copytree(trace, run_folder / "trace")
+    (run_folder / "demo.json").write_text("{}")
+    for out in (run_folder / "trace", run_folder):
+        refused(nosa(verb[0], run_folder / "trace", *verb[1:], "--out", out, "--overwrite"), "read here")
+    assert nosa("trace", "check", run_folder / "trace").status == 0
+
+
+def test_overwriting_leaves_the_neighbours_alone(nosa: Nosa, trace: Path, tmp_path: Path) -> None:
+    for name in ("r.old", "r.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("years of work")
+    refused(nosa("replay", trace, "--out", tmp_path / "r", "--overwrite"), "r.partial", "did not write")
+    shutil.rmtree(tmp_path / "r.partial")
+    for _ in range(2):
+        assert nosa("replay", trace, "--out", tmp_path / "r", "--overwrite").status == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r", "r.old"]
+    assert (tmp_path / "r.old" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_trace_out_of_range_cannot_be_drawn(nosa: Nosa, trace: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(trace, broken)
+    meta = json.loads((broken / "meta.json").read_text())
+    meta["model"]["n_layers"] = 1
+    (broken / "meta.json").write_text(json.dumps(meta))
+    refused(nosa("report", broken, "--out", tmp_path / "r.html"), "layer=1 is outside [0, 1)")
+    assert [p.name for p in tmp_path.iterdir()] == ["broken"]
+
+
+def test_a_failed_allocation_is_a_user_error_and_another_fault_is_not(
+    nosa: Nosa, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(text: str) -> None:
+        def raising(*_: object) -> None:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr("nosa_sys.cli.replay.replay_document", raising)
+
+    fails("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    refused(nosa("replay", trace), "out of memory")
+    fails("a fault of the program")
+    with pytest.raises(RuntimeError, match="a fault of the program"):
+        nosa("replay", trace)

@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nosa_sys.errors import TraceError
 from nosa_sys.report.headline import headline_numbers
 from nosa_sys.report.inputs import load_inputs
-from nosa_sys.report.page import build_page
+from nosa_sys.report.page import build_page, html_id
 from nosa_sys.report.replay_figures import replay_figures
 from nosa_sys.report.sweep_figures import pareto_front, sweep_figures
 from nosa_sys.report.trace_figures import gamma_grid, trace_figures
@@ -135,3 +137,41 @@ def test_a_directory_without_outputs_is_refused(tmp_path: Path) -> None:
         load_inputs([tmp_path])
     with pytest.raises(TraceError, match="no such directory"):
         load_inputs([tmp_path / "nowhere"])
+
+
+def test_a_model_name_cannot_leave_the_page_s_markup(tmp_path: Path) -> None:
+    hostile = '<script>alert(1)</script>" onload="x'
+    write_sweep(tmp_path / "sweep")
+    path = tmp_path / "sweep" / "results.parquet"
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("model_shape")
+    pq.write_table(table.set_column(at, "model_shape", pa.array([hostile] * len(table))), path)
+    page = build_page(load_inputs([tmp_path / "sweep"]))
+    body = page.html.split("</head>")[1]
+    assert page.figures
+    assert "<script>alert" not in body
+    assert 'onload="x' not in body
+    assert all(f'id="{key}"' in body for key in page.figures)
+    assert html_id("a b") != html_id("a_b") != html_id("a-b")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "ok"),
+    [
+        ("sparse", "x", False),
+        ("slots_over_k", [], False),
+        ("assumptions", 5, False),
+        ("assumptions", None, True),
+        ("miss_ratio", None, True),
+        ("gamma_macro", float("nan"), True),
+    ],
+)
+def test_a_replay_of_wrong_types_is_named(tmp_path: Path, key: str, value: object, ok: bool) -> None:
+    write_replay(tmp_path / "r", slots=12, policy="lru", misses=0.3)
+    path = tmp_path / "r" / "replay.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    if ok:
+        build_page(load_inputs([tmp_path]))
+        return
+    with pytest.raises(TraceError, match=key):
+        load_inputs([tmp_path])

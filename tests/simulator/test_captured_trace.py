@@ -11,6 +11,7 @@ import pytest
 from nosa_sys import Engine, ModelShape, SparseConfig, Trace, simulate
 from nosa_sys.engine.recorder import Recorder
 from nosa_sys.models.random import random_model
+from nosa_sys.simulator.hardware import load_hardware
 
 SHAPE = ModelShape("random", 2, 4, 2, 16, 32, 48, 97, dtype="float32")
 SPARSE = SparseConfig(block_size=16, topk=6, init_blocks=1, window_size=32, select_blocks=1)
@@ -45,3 +46,19 @@ def test_bytes_charged_equal_bytes_that_an_engine_recorded(tmp_path, method, slo
     assert prediction.n_cold_steps >= 2
     assert prediction.n_steps == trace.meta.n_steps == 20
     assert prediction.settings["slots"] == trace.meta.slots
+
+
+def test_only_what_was_recorded_keeps_the_status_of_a_measured_profile(tmp_path):
+    model = random_model(SHAPE, seed=3, dtype="float32")
+    with Recorder(tmp_path / "trace") as recorder:
+        engine = Engine(model, SPARSE, recorder=recorder)
+        engine.add(np.random.default_rng(1).integers(0, 97, 150).tolist(), max_new_tokens=5)
+        list(engine.stream())
+    trace = Trace.open(tmp_path / "trace")
+    measured = dataclasses.replace(load_hardware("h200-provisional"), status="measured")
+    assert simulate(trace, hardware=measured).status == "measured"
+    assert simulate(trace, hardware=measured, slots=6, policy="exact").status == "measured"
+    for change in ({"slots": 8}, {"slots": 8, "policy": "belady"}):
+        assert simulate(trace, hardware=measured, **change).status == "projected"
+    predicted = Trace(trace.directory, dataclasses.replace(trace.meta, status="projected"))
+    assert simulate(predicted, hardware=measured).status == "projected"

@@ -122,6 +122,19 @@ def test_recipes_that_nothing_survives_are_refused_and_leave_nothing(tmp_path, e
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("edits", [{"axes__slots": [1, 2]}, {"axes__k_e": [1000], "axes__topk": [16]}])
+@pytest.mark.parametrize("before", [(), ("notes.txt",)])
+def test_a_sweep_of_refused_rows_alone_is_an_error_and_leaves_nothing(tmp_path, edits, before):
+    out = tmp_path / "out"
+    for name in before:
+        out.mkdir()
+        (out / name).write_text("mine")
+    with pytest.raises(ConfigError, match=r"none of the .* configurations can be run; the first: "):
+        sweep(parse_recipe(changed(**edits)), out, workers=1)
+    assert tuple(p.name for p in tmp_path.rglob("*.*")) == before
+    assert out.exists() == bool(before)
+
+
 def test_rows_come_in_order_and_bad_combinations_say_why(tmp_path):
     progress = []
     result = sweep(parse_recipe(RECIPE), tmp_path, workers=1, progress=lambda *a: progress.append(a))
