@@ -92,7 +92,7 @@ class Trace:
 
     @cached_property
     def selections(self) -> SelectionRows:
-        """The selections table as numpy columns, rows as stored; TraceError where layer, head or origin is out of range."""
+        """The selections table as numpy columns, rows as stored. TraceError: a layer, head or origin out of range."""
         table = self.table("selections")
         id_offsets, origin_offsets = list_column(table, "block_ids")[1], list_column(table, "origins")[1]
         unequal = np.flatnonzero(np.diff(id_offsets) != np.diff(origin_offsets))
