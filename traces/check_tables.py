@@ -100,7 +100,7 @@ def _check_step_sums(
 
 
 def check_prefill(trace: Trace, findings: Findings) -> None:
-    """Keys in range, whole blocks, no transfers for method full."""
+    """Keys in range and there once, whole blocks, no transfers for method full, the last prompt token left out."""
     meta, name = trace.meta, "prefill"
     table = trace.table(name)
     data = {field.name: column(table, field.name) for field in table.schema}
@@ -108,7 +108,17 @@ def check_prefill(trace: Trace, findings: Findings) -> None:
     findings.add_rows(
         name, "key-range", bad, lambda r: f"sequence={data['sequence'][r]}, layer={data['layer'][r]} is out of range"
     )
+    twice = repeated([data["sequence"], data["layer"]])
+    findings.add_rows(name, "duplicate-row", twice, lambda r: "this sequence and layer are there already")
     findings.add_rows(name, "n-tokens", data["n_tokens"] < 0, lambda r: f"n_tokens={data['n_tokens'][r]} is negative")
+    prompts = {info.id: info.prompt_tokens for info in meta.sequences if info.prompt_tokens}
+    limit = np.array([prompts.get(number, 2**31) for number in data["sequence"].tolist()], dtype=np.int64)
+    findings.add_rows(
+        name,
+        "n-tokens",
+        data["n_tokens"] >= limit,
+        lambda r: f"n_tokens={data['n_tokens'][r]} of a prompt of {limit[r]}, whose last token is the first step's",
+    )
     dense = get_method(meta.method).dense
     for direction in ("h2d_bytes", "d2h_bytes"):
         moved = data[direction]
