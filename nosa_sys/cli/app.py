@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -102,7 +103,10 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point of the ``nosa`` script."""
+    """Entry point of the ``nosa`` script. A terminal that cannot show a character gets its escape, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -263,3 +264,16 @@ def test_a_failed_allocation_is_a_user_error_and_another_fault_is_not(
     fails("a fault of the program")
     with pytest.raises(RuntimeError, match="a fault of the program"):
         nosa("replay", trace)
+
+
+def test_a_terminal_without_the_characters_gets_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "\u65e5" / "trace").mkdir(parents=True)
+    (tmp_path / "\u65e5" / "trace" / "meta.json").write_text("{}")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    monkeypatch.setattr("sys.argv", ["nosa", "ls", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    stdout.flush()
+    assert ended.value.code == 0
+    assert b"\\u65e5" in stdout.buffer.getvalue().replace(b"\n", b"").replace(b" ", b"")
