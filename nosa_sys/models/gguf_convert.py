@@ -11,22 +11,24 @@ import numpy as np
 from nosa_sys.errors import CheckpointError, ConfigError
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.models.config import LlamaConfig, RopeScaling
+from nosa_sys.models.gguf_header import check_metadata_sizes
 from nosa_sys.models.gguf_tokenizer import tokenizer_json, tokenizer_settings
-from nosa_sys.models.weights import EMBEDDING, FINAL_NORM, LM_HEAD, base_tensors, layer_name
+from nosa_sys.models.weights import EMBEDDING, FINAL_NORM, LM_HEAD, base_tensors
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
+GGUF_NAMES = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", LM_HEAD: "output.weight"}
 GGUF_LAYER_PARTS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
 
 
@@ -106,12 +108,8 @@ class GgufModel:
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """(checkpoint name, float32 array) of every tensor, dequantised, q and k rows back in the usual order."""
         shape = self.config.shape
-        gguf_name = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", LM_HEAD: "output.weight"}
-        for layer in range(shape.n_layers):
-            for short, part in GGUF_LAYER_PARTS.items():
-                gguf_name[layer_name(layer, f"{part}.weight")] = f"blk.{layer}.{short}.weight"
         for name, expected in base_tensors(shape):
-            array = self._dequantised(gguf_name[name], expected)
+            array = self._dequantised(gguf_name(name), expected)
             if name.endswith("q_proj.weight"):
                 array = unpermute(array, shape.n_q_heads)
             elif name.endswith("k_proj.weight"):
@@ -135,6 +133,18 @@ class GgufModel:
             raise CheckpointError(f"{self.path}: tensor {name} cannot be dequantised: {error}") from None
 
 
+def gguf_name(name: str) -> str:
+    """GGUF's name of a checkpoint tensor.
+
+    >>> gguf_name("model.layers.3.mlp.up_proj.weight")
+    'blk.3.ffn_up.weight'
+    """
+    if name in GGUF_NAMES:
+        return GGUF_NAMES[name]
+    _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+    return f"blk.{layer}.{GGUF_LAYER_PARTS[part]}.weight"
+
+
 def unpermute(rows: np.ndarray, n_heads: int) -> np.ndarray:
     """Undo GGUF's row order of a q or k matrix [heads*D, hidden]: per head, interleaved pairs back to two halves.
 
@@ -150,6 +160,7 @@ def _open(path: Path) -> GGUFReader:
         from gguf import GGUFReader
     except ImportError:
         raise CheckpointError(f"reading {path} needs the gguf package: pip install gguf") from None
+    check_metadata_sizes(path)
     try:
         return GGUFReader(path)
     except OSError as error:

@@ -21,7 +21,7 @@ def tokenizer_json(tokens: dict[str, Any], pre: str) -> str:
     """
     if tokens["model"] != "gpt2" or pre not in PRE_TOKENIZERS:
         raise ConfigError(
-            f"tokenizer {tokens['model']}/{pre} is not supported; known: gpt2 with {', '.join(PRE_TOKENIZERS)}"
+            f"tokenizer {tokens['model']!r} with {pre!r} is not supported; known: gpt2 with {', '.join(PRE_TOKENIZERS)}"
         )
     for key, kind in (("tokens", str), ("merges", str), ("token_type", int)):
         if not isinstance(tokens[key], list) or not all(isinstance(value, kind) for value in tokens[key]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import struct
 import sys
 import zipfile
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def write_gguf(path: Path, skip: str = "", **changes: Any) -> dict[str, torch.Te
     """A tiny llama GGUF with a byte-level tokenizer; returns its tensors under their checkpoint names."""
     tensors = random_tensors(SHAPE, torch.Generator().manual_seed(2))
     writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
-    writer.add_block_count(SHAPE.n_layers)
+    writer.add_block_count(changes.get("layers", SHAPE.n_layers))
     writer.add_context_length(512)
     writer.add_embedding_length(SHAPE.hidden_size)
     writer.add_feed_forward_length(SHAPE.intermediate_size)
@@ -144,7 +145,7 @@ def test_gguf_has_no_eviction_head(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"architecture": "gemma"}, "architecture 'gemma'"),
-        ({"tokenizer": "llama"}, "tokenizer llama/smollm"),
+        ({"tokenizer": "two\nlines"}, r"tokenizer 'two\nlines' with 'smollm'"),
         ({"merges": ["t zz"]}, "merge 't zz'"),
         ({"skip": "ffn_up"}, "tensor blk.0.ffn_up.weight is missing"),
         ({"rope_theta": 0.0}, "rope_theta"),
@@ -167,6 +168,45 @@ def test_truncated_gguf(tmp_path: Path, cache: Path, share: float) -> None:
     path.write_bytes(whole[: int(len(whole) * share)])
     assert "m.gguf" in refusal(lambda: load_model(path, head="none"))
     assert not list(cache.glob("*"))
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+# A value of the one metadata key: its type, then its bytes. The sizes are far past the end of the file.
+LYING_VALUES = {
+    "numbers": struct.pack("<IIQ", 9, 4, 2**60),
+    "strings": struct.pack("<IIQ", 9, 8, 2**60),
+    "string": struct.pack("<IQ", 8, 2**60),
+    "wrap-around": struct.pack("<IIQ", 9, 12, 2**61),
+    "unknown type": struct.pack("<II", 99, 0),
+    "arrays of unknowns": struct.pack("<IIQ", 9, 99, 2),
+    "nested arrays": struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0),
+}
+
+
+@pytest.mark.parametrize("value", LYING_VALUES.values(), ids=LYING_VALUES)
+def test_metadata_sizes_that_lie(tmp_path: Path, value: bytes) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + string(b"a.key") + value)
+    assert "m.gguf is no whole GGUF file" in refusal(lambda: load_model(path, head="none"))
+
+
+def test_big_endian_gguf(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(struct.pack(">4sIQQ", b"GGUF", 3, 0, 0))
+    assert "big-endian" in refusal(lambda: load_model(tmp_path / "m.gguf", head="none"))
+
+
+def test_absurd_layer_count_in_a_gguf(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", layers=2**31 - 1)
+    assert "tensor blk.2.attn_norm.weight is missing" in refusal(lambda: load_model(tmp_path / "m.gguf", head="none"))
+
+
+def test_more_metadata_keys_than_the_file_holds(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**63) + string(b"a.key") + struct.pack("<II", 4, 1))
+    assert "m.gguf is no whole GGUF file" in refusal(lambda: load_model(path, head="none"))
 
 
 @given(positions=st.lists(st.integers(0, 5_800), min_size=1, max_size=4), value=st.sampled_from([0, 1, 127, 255]))
