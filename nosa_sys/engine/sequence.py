@@ -87,8 +87,6 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     reserved_pages: int = 0
     restored: SavedKV | None = None
-    added_at: float = 0.0
-    token_times: list[float] = field(default_factory=list)
 
     @property
     def n_prefill(self) -> int:
