@@ -22,7 +22,7 @@ from nosa_sys.report.trace_figures import trace_figures
 from nosa_sys.report.what_if import what_if_rows
 
 _STATUS_TEXT = {
-    "measured": "recorded from a real run on the device named below",
+    "measured": "recorded from a real run on the device named below, or counted exactly from its record",
     "validated": "predicted, and checked against runs that calibration never saw",
     "projected": "predicted by the model, not checked against a run",
     "injected": "a real run whose selections were given from outside",
