@@ -36,11 +36,12 @@ class CostModel:
     host_block_bytes: int
     device_block_bytes: int
 
-    def select_us(self, context_tokens: np.ndarray) -> Floats:
+    def select_us(self, context_tokens: np.ndarray, n_sequences: np.ndarray) -> Floats:
         """Scores over the compressed keys and the top-k over blocks of one layer, [step].
 
-        ``context_tokens`` is summed over the step's sequences. One top-k for the query-aware picks and one for the
-        fill, each only where the method has such picks; nothing for dense attention.
+        ``context_tokens`` is summed over the step's ``n_sequences``. One top-k for the query-aware picks and one for
+        the fill, each only where the method has such picks; nothing for dense attention. A top-k costs a fixed part, a
+        part for every block of every head, and a part for the length of one row (rows run side by side).
         """
         method = get_method(self.method)
         if method.dense:
@@ -50,9 +51,12 @@ class CostModel:
         key_bytes = windows * heads * self.shape.head_dim * KEY_MEAN_BYTES
         n_forced = self.sparse.n_forced
         passes = int(method.query_aware_picks(self.sparse, n_forced) > 0) + int(method.fill(self.sparse, n_forced) > 0)
-        elements = context_tokens / self.sparse.block_size * heads
-        top_k = hardware.topk_fixed_us + hardware.topk_us_per_element * elements
-        return key_bytes / (hardware.hbm_gbps * _BYTES_PER_US) + passes * top_k
+        blocks = context_tokens / self.sparse.block_size
+        row = blocks / np.maximum(n_sequences, 1)
+        top_k = (
+            hardware.topk_fixed_us + hardware.topk_us_per_element * blocks * heads + hardware.topk_us_per_block * row
+        )
+        return key_bytes / (hardware.key_gbps * _BYTES_PER_US) + passes * top_k
 
     def matrix_us(self, parameters: int, n_sequences: np.ndarray) -> Floats:
         """Matrices read once and multiplied with one row a sequence: the slower of the two bounds, [step]."""
@@ -75,7 +79,7 @@ class CostModel:
 
         return StepCosts(
             host_us=per_layer(hardware.host_per_layer_us),
-            select_us=per_layer(self.select_us(loads.context_tokens.astype(np.float64))),
+            select_us=per_layer(self.select_us(loads.context_tokens.astype(np.float64), loads.n_sequences)),
             h2d_fixed_us=np.where(h2d_bytes > 0, hardware.h2d_fixed_us, 0.0),
             h2d_us=h2d_bytes / (hardware.link_gbps * _BYTES_PER_US),
             attention_us=attended_bytes / (hardware.hbm_gbps * _BYTES_PER_US),

@@ -27,6 +27,7 @@ _MAY_BE_NULL = (
     "h2d_gbps",
     "d2h_gbps",
     "hbm_gbps",
+    "key_gbps",
     "gemm_weight_gbps",
     "gemm_tflops",
     "gpu_memory_bytes",
@@ -52,10 +53,12 @@ class HardwareProfile:
     duplex_factor: float
     beside_compute_factor: float
     hbm_gbps: float
+    key_gbps: float
     gemm_weight_gbps: float
     gemm_tflops: float
     topk_fixed_us: float
     topk_us_per_element: float
+    topk_us_per_block: float
     host_per_layer_us: float
     host_per_step_us: float
     gpu_memory_bytes: float

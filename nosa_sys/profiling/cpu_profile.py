@@ -129,7 +129,7 @@ def profile_cpu(directory: Path, name: str, shape: ModelShape, progress: Progres
         "h2d": fit("link_runs", "bytes", direction="h2d"),
         "d2h": fit("link_runs", "bytes", direction="d2h"),
         "sparse_decode_attention": fit("sparse_decode_attention", "bytes"),
-        "selection": fit("selection", "bytes", "elements"),
+        "selection": fit("selection", "elements"),
     }
     layer = [r for r in tables["gemm"] if r["matrix"] != "lm_head"]
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -151,6 +151,7 @@ def profile_cpu(directory: Path, name: str, shape: ModelShape, progress: Progres
             "duplex_factor": (1.0, none),
             "beside_compute_factor": (1.0, none),
             "hbm_gbps": (fits["sparse_decode_attention"].gbps(), "slope of the fit of sparse_decode_attention"),
+            "key_gbps": (None, "part of topk_us_per_element: bytes of keys and numbers of blocks grow together"),
             "gemm_weight_gbps": (
                 float(np.median([r["bytes"] / r["median_us"] / 1e3 for r in layer if r["m"] == 1])),
                 "gemm: median of the layer's matrices at batch 1",
@@ -160,7 +161,8 @@ def profile_cpu(directory: Path, name: str, shape: ModelShape, progress: Progres
                 "gemm: fastest of the layer's matrices",
             ),
             "topk_fixed_us": (fits["selection"].fixed_us / 2, "half the fixed part of selection: two passes"),
-            "topk_us_per_element": (fits["selection"].per_unit_us[1] / 2, "half the per-block part of selection"),
+            "topk_us_per_element": (fits["selection"].per_unit_us[0] / 2, "half the per-block part of selection"),
+            "topk_us_per_block": (0.0, "rows run one after another: topk_us_per_element holds it"),
             "host_per_layer_us": (0.0, "calls are timed whole, Python included"),
             "host_per_step_us": (0.0, "calls are timed whole, Python included"),
             "gpu_memory_bytes": (memory, "the host's memory: both tiers are in it"),

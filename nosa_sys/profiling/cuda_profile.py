@@ -84,7 +84,9 @@ def fit_tables(tables: dict[str, Rows]) -> dict[str, LinearFit]:
     return fits
 
 
-def simulator_numbers(tables: dict[str, Rows], fits: dict[str, LinearFit]) -> dict[str, tuple[float | None, str]]:
+def simulator_numbers(
+    tables: dict[str, Rows], fits: dict[str, LinearFit], *, gpu_memory_bytes: float, host_memory_bytes: float
+) -> dict[str, tuple[float | None, str]]:
     """The values of models.json, each with how it comes from the tables beside it."""
     up, down = fits["h2d_uva_32768"], fits["d2h_uva"]
     big = max(tables["link_duplex"], key=lambda row: row["bytes_each_way"])
@@ -96,10 +98,9 @@ def simulator_numbers(tables: dict[str, Rows], fits: dict[str, LinearFit]) -> di
     attention = fits["sparse_decode_attention"]
     weights = [r for r in tables["gemm"] if r["matrix"] == "gate_up" and r["m"] <= 64]
     square = next(r for r in tables["gemm"] if r["matrix"] == "square")
-    select, plan = fits["score_and_select_bf16_means"], fits["slot_plan"]
+    select, plan = fits["score_and_select_fp32_means"], fits["slot_plan"]
     overheads = {r["what"]: r["median_us"] for r in tables["overheads"]}
     replay = overheads["graph_replay_and_sync_1"]
-    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "h2d_fixed_us": (up.fixed_us, "fit of link_runs: uva, 16 CTAs, 32 KiB runs"),
         "h2d_gbps": (up.gbps(), "the same fit"),
@@ -108,6 +109,10 @@ def simulator_numbers(tables: dict[str, Rows], fits: dict[str, LinearFit]) -> di
         "duplex_factor": (duplex, "link_duplex: both at this share of their speed until the shorter one ends"),
         "beside_compute_factor": (beside_factor, "link_contention: the smaller of GEMM and attention, few CTAs"),
         "hbm_gbps": (attention.gbps(), "slope of the fit of sparse_decode_attention, blocks of 64"),
+        "key_gbps": (
+            select.gbps(),
+            "slope of the fit of score_and_select with fp32 means, which the simulator assumes",
+        ),
         "gemm_weight_gbps": (
             float(np.median([r["bytes"] / r["median_us"] / 1e3 for r in weights])),
             "gemm: median over gate_up at batches up to 64",
@@ -115,16 +120,14 @@ def simulator_numbers(tables: dict[str, Rows], fits: dict[str, LinearFit]) -> di
         "gemm_tflops": (square["flops"] / square["median_us"] / 1e6, f"gemm: {_SQUARE} cubed"),
         "topk_fixed_us": (
             (select.fixed_us + plan.fixed_us) / 2,
-            "half the fixed parts of score_and_select (bf16 means) and slot_plan: the simulator charges two passes",
+            "half the fixed parts of score_and_select (fp32 means) and slot_plan: the simulator charges two passes",
         ),
-        "topk_us_per_element": (select.per_unit_us[1] / 2, "half the per-block part of score_and_select"),
+        "topk_us_per_element": (0.0, "rows run side by side: the length of one row is what counts"),
+        "topk_us_per_block": (select.per_unit_us[1] / 2, "half the per-block part of score_and_select"),
         "host_per_layer_us": (0.0, "the step runs as one graph: launch gaps are part of the kernels' times"),
         "host_per_step_us": (replay, "overheads: replay of a graph of one kernel, and its synchronisation"),
-        "gpu_memory_bytes": (
-            float(torch.cuda.get_device_properties(0).total_memory),
-            "reported by the driver",
-        ),
-        "host_memory_bytes": (float(host_memory), "reported by the operating system"),
+        "gpu_memory_bytes": (gpu_memory_bytes, "reported by the driver"),
+        "host_memory_bytes": (host_memory_bytes, "reported by the operating system"),
     }
 
 
@@ -150,6 +153,11 @@ def profile_cuda(directory: Path, name: str, shapes: list[ModelShape], progress:
         ),
         tables=tables,
         fits=fits,
-        models=simulator_numbers(tables, fits),
+        models=simulator_numbers(
+            tables,
+            fits,
+            gpu_memory_bytes=float(torch.cuda.get_device_properties(0).total_memory),
+            host_memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        ),
         environment=about,
     )
