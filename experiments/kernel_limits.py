@@ -124,11 +124,18 @@ def decode_plan(batch: int, context: int, means: torch.dtype, n_kv_heads: int = 
 
 
 def overlaps() -> Iterator[dict[str, Any]]:
+    """Fetch beside compute, the whole scan once and the paths in use twice more: where CTAs land differs by run."""
     from nosa_sys.kernels.block_fetch.overlap import measure_overlap
 
-    for compute in ("gemm", "attention"):
-        for row in measure_overlap(compute):
-            yield {"what": "overlap", **dataclasses.asdict(row), "slowdown": row.slowdown}
+    for repeat in range(3):
+        for compute in ("gemm", "attention"):
+            rows = (
+                measure_overlap(compute)
+                if repeat == 0
+                else measure_overlap(compute, uva_ctas=(8,), bulk_ctas=(2, 3, 4), seed=repeat)
+            )
+            for row in rows:
+                yield {"what": "overlap", "repeat": repeat, **dataclasses.asdict(row), "slowdown": row.slowdown}
 
 
 def run_checks(out: Path) -> bool:
@@ -187,11 +194,18 @@ def summary(ceiling: dict[str, float], bench: list[dict[str, Any]], rows: list[d
             add(f"{name}: fixed cost, us", row["fixed_us"], 4.0, at_most=True)
         elif row["what"] == "fetch_64" and row["run_bytes"] == 32768:
             add("fetch of 64 runs of 32 KiB, us", row["median_us"], row["limit_us"], at_most=True)
-        elif row["what"] == "overlap" and row["path"] == "bulk" and row["n_ctas"] == DEFAULT_BULK_CTAS:
-            name = f"fetch ({DEFAULT_BULK_CTAS} bulk-copy CTAs) beside {row['compute']}: over the longer"
-            add(name, row["slowdown"], 1.05, at_most=True)
         elif row["what"] == "decode_plan" and row["context"] == 16384:
             add(f"decode plan at 16K, {row['key_mean_dtype']} means, us", row["median_us"], 35.0, at_most=True)
+    for compute in ("gemm", "attention"):
+        slowdowns = [
+            row["slowdown"]
+            for row in rows
+            if row["what"] == "overlap"
+            and (row["path"], row["n_ctas"], row["compute"]) == ("bulk", DEFAULT_BULK_CTAS, compute)
+        ]
+        if slowdowns:
+            name = f"fetch ({DEFAULT_BULK_CTAS} bulk-copy CTAs) beside {compute}, over the longer, worst of three"
+            add(name, max(slowdowns), 1.05, at_most=True)
     for row in bench:
         if (row["operation"], row.get("case")) in (
             ("sparse_decode_attention", "b64-hkv2"),

@@ -93,7 +93,7 @@ def measure_overlap(
     n_runs: int = 2048,
     head_dim: int = 128,
     uva_ctas: tuple[int, ...] = (4, 8, 12, 16, 24, 32, 64, 132),
-    bulk_ctas: tuple[int, ...] = (1, 2, 4, 8),
+    bulk_ctas: tuple[int, ...] = (1, 2, 3, 4, 8),
     high_priority: bool = True,
     seed: int = 0,
 ) -> Iterator[Overlap]:

@@ -92,7 +92,7 @@ def simulator_numbers(
     big = max(tables["link_duplex"], key=lambda row: row["bytes_each_way"])
     longer, shorter = max(big["h2d_us"], big["d2h_us"]), min(big["h2d_us"], big["d2h_us"])
     duplex = float(np.clip(shorter / (big["both_us"] - longer + shorter), 0.5, 1.0))
-    beside = [r for r in tables["link_contention"] if r["path"] == "bulk" and r["n_ctas"] == 4]
+    beside = [r for r in tables["link_contention"] if r["path"] == "bulk" and r["n_ctas"] == 3]
     beside = beside or [r for r in tables["link_contention"] if r["path"] == "uva" and r["n_ctas"] == 8]
     beside_factor = float(np.clip(min(r["fetch_us"] / r["both_us"] for r in beside), duplex, 1.0))
     attention = fits["sparse_decode_attention"]
