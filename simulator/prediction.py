@@ -120,7 +120,7 @@ def predict(
         d2h_bytes_total=int(d2h_step.sum()),
         link_utilisation=moved / (hardware.link_gbps * 1e3 * total_us) if total_us > 0 else 0.0,
         limited_by=largest if parts[_PARTS[largest]] > 0 else "nothing",
-        status=hardware.status if workload.own_situation else "projected",
+        status="validated" if workload.own_situation and hardware.status == "validated" else "projected",
         n_steps=len(loads),
         n_cold_steps=int(cold.sum()),
         averaged_steps="cold" if cold.all() else "warm",

@@ -24,8 +24,7 @@ from torch import Tensor
 from nosa_sys.errors import ConfigError, HardwareError
 from nosa_sys.kernels.block_fetch.triton import run_words
 
-# Each takes an SM for itself. Three saturate the link; beside decode attention at batch 64, which fills 256 of 264
-# places, a fourth can push it into another wave (H200: 1.03 to 1.07 of the longer, three stay at 1.03).
+# Each takes an SM for itself; two saturate the link alone, three beside compute too (scan: kernel_limits).
 DEFAULT_BULK_CTAS = 3
 # A CTA may use 227 KiB of shared memory on sm_90; 3 KiB are left for barriers and the system.
 MAX_RING_BYTES = 224 * 1024

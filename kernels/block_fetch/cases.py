@@ -26,11 +26,11 @@ def _case(name: str, uses: str, dtype: str = "bfloat16", **params: int) -> Case:
 def check_cases() -> list[Case]:
     both = "check small"
     return [
+        _case("skips-and-count", both, n_runs=13, n_listed=11, skip_every=3, head_dim=64, block=32, n_ctas=2),
+        _case("one-run", both, n_runs=1, head_dim=64, block=16),
         _case("empty-list", both, n_runs=8, n_listed=0, head_dim=64, block=16),
         _case("no-pairs", both, n_runs=0, head_dim=64, block=16),
-        _case("one-run", both, n_runs=1, head_dim=64, block=16),
         _case("all-skipped", both, n_runs=6, skip_every=1, head_dim=64, block=16),
-        _case("skips-and-count", both, n_runs=13, n_listed=11, skip_every=3, head_dim=64, block=32, n_ctas=2),
         _case("odd-head-80", both, n_runs=7, skip_every=4, head_dim=80, block=48, n_ctas=3),
         _case("odd-head-96", both, "float16", n_runs=5, head_dim=96, block=16, n_ctas=4),
         _case("fp32", both, "float32", n_runs=5, head_dim=64, block=16, n_ctas=1),

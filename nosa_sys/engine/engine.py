@@ -104,6 +104,7 @@ class Engine:
         self._free_lanes = list(range(max_batch))
         self._next_id = self._next_step = 0
         self._torn = False
+        self._step_end_s: float | None = None
         self._metrics = RunMetrics(self.memory.block_bytes)
         self.outputs: dict[int, list[int]] = {}
         self.last_plan: StepPlan | None = None
@@ -219,9 +220,11 @@ class Engine:
         """
         if self._torn:
             raise NosaError("an earlier step was stopped half-way; save the sequences and resume them in a new engine")
-        self._admit()
+        n_joined = self._admit()
         if not self._running:
             return []
+        if n_joined or self._step_end_s is None:
+            self._step_end_s = time.perf_counter()
         self._torn = True
         try:
             events = self._decode_batch(self._running)
@@ -232,7 +235,6 @@ class Engine:
         return events
 
     def _decode_batch(self, batch: list[LiveSequence]) -> list[TokenEvent]:
-        start = time.perf_counter()
         self._make_room(batch)
         layout = make_layout(
             self._next_step,
@@ -252,7 +254,9 @@ class Engine:
         now = time.perf_counter()
         self._next_step += 1
         self.last_plan, self.last_logits = plan, logits
-        self._metrics.step(_count(plan), now - start)
+        # from the end of the step before: what recording and the caller did in between is part of the rate
+        self._metrics.step(_count(plan), now - (self._step_end_s or now))
+        self._step_end_s = now
         if self._recorder is not None:
             self._recorder.on_step(plan)
         events = []
@@ -265,16 +269,19 @@ class Engine:
             events.append(event)
             if event.finished:
                 self._leave(sequence)
+        if not self._running:
+            self._step_end_s = None
         return events
 
-    def _admit(self) -> None:
-        """First come, first served: the head of the queue waits for a lane and for its host pages.
+    def _admit(self) -> int:
+        """First come, first served: the head of the queue waits for a lane and for its host pages. How many joined.
 
         A sequence whose prefill fails stays at the head of the queue."""
+        n_joined = 0
         while self._waiting and self._free_lanes:
             sequence = self._waiting[0]
             if not self.memory.host.reserve(sequence.reserved_pages):
-                return
+                break
             sequence.lane = self._free_lanes.pop(0)
             try:
                 self._start(sequence)
@@ -286,6 +293,8 @@ class Engine:
                 raise
             self._waiting.popleft()
             self._running.append(sequence)
+            n_joined += 1
+        return n_joined
 
     def _start(self, sequence: LiveSequence) -> None:
         """Fill the sequence's lane: by prefill, or from its saved KV."""

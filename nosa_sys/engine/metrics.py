@@ -2,7 +2,9 @@
 
 TPOT of a sequence = (time of its last token - time of its first) / (tokens - 1); tokens/s per sequence = 1 / TPOT.
 So n tokens span n - 1 intervals, and neither prefill nor the cold step, which end with the first token, is inside.
-Aggregate tokens/s = tokens of warm steps / wall time of warm steps, a warm step having no cold row. TTFT runs from
+Aggregate tokens/s = tokens of warm steps / wall time of warm steps, a warm step having no cold row. A step's wall time
+runs from the end of the step before (of admission and prefill, where a sequence joined), so that what recording and
+the caller do between steps counts in both rates. TTFT runs from
 ``add`` to the first token and contains waiting, prefill and the cold step.
 """
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from nosa_sys.kernels.bench import ceilings
@@ -92,9 +93,9 @@ def simulator_numbers(
     big = max(tables["link_duplex"], key=lambda row: row["bytes_each_way"])
     longer, shorter = max(big["h2d_us"], big["d2h_us"]), min(big["h2d_us"], big["d2h_us"])
     duplex = float(np.clip(shorter / (big["both_us"] - longer + shorter), 0.5, 1.0))
-    beside = [r for r in tables["link_contention"] if r["path"] == "bulk" and r["n_ctas"] == 3]
-    beside = beside or [r for r in tables["link_contention"] if r["path"] == "uva" and r["n_ctas"] == 8]
-    beside_factor = float(np.clip(min(r["fetch_us"] / r["both_us"] for r in beside), duplex, 1.0))
+    contention = pd.DataFrame(tables["link_contention"])
+    kept = (contention["fetch_us"] / contention["both_us"]).groupby(contention["compute"]).max()
+    beside_factor = float(np.clip(kept.min(), duplex, 1.0))
     attention = fits["sparse_decode_attention"]
     weights = [r for r in tables["gemm"] if r["matrix"] == "gate_up" and r["m"] <= 64]
     square = next(r for r in tables["gemm"] if r["matrix"] == "square")
@@ -107,7 +108,10 @@ def simulator_numbers(
         "d2h_fixed_us": (down.fixed_us, "fit of link_runs: device to host, uva, 16 CTAs, 1 MiB and up"),
         "d2h_gbps": (down.gbps(), "the same fit"),
         "duplex_factor": (duplex, "link_duplex: both at this share of their speed until the shorter one ends"),
-        "beside_compute_factor": (beside_factor, "link_contention: the smaller of GEMM and attention, few CTAs"),
+        "beside_compute_factor": (
+            beside_factor,
+            "link_contention: best path and CTAs beside each kind of compute, the smaller of the two",
+        ),
         "hbm_gbps": (attention.gbps(), "slope of the fit of sparse_decode_attention, blocks of 64"),
         "key_gbps": (
             select.gbps(),

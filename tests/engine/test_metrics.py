@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from nosa_sys.engine.engine import Engine
@@ -35,3 +37,16 @@ def test_a_run_of_one_token_has_no_rate() -> None:
     summary = engine.summary()
     assert summary["tokens_per_s"] is summary["tokens_per_s_per_sequence"] is None
     assert summary["sequences"][0]["ttft_ms"] > 0
+
+
+def test_case_26_both_rates_count_what_happens_between_steps() -> None:
+    """A caller that takes its time between steps slows the aggregate as much as the per-sequence rate."""
+    engine = Engine(tiny_model(), SMALL)
+    for n_tokens in (3, 40):
+        engine.add(random_tokens(n_tokens, n_tokens), max_new_tokens=6)
+    while not engine.idle:
+        engine.step()
+        time.sleep(0.02)
+    summary = engine.summary()
+    assert summary["tokens_per_s_per_sequence"] < 50
+    assert summary["tokens_per_s"] == pytest.approx(2 * summary["tokens_per_s_per_sequence"], rel=0.01)

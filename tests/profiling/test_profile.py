@@ -55,6 +55,24 @@ def test_user_errors_write_nothing(tmp_path: Path, arguments: list[str], capsys:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_shipped_profile_comes_from_the_tables_beside_it() -> None:
+    from nosa_sys.profiling.cuda_profile import fit_tables, simulator_numbers
+    from nosa_sys.simulator import hardware
+
+    bundle = Path(hardware.__file__).parent / "profiles" / "h200"
+    tables = {path.stem: pd.read_parquet(path).to_dict("records") for path in bundle.glob("*.parquet")}
+    fits = fit_tables(tables)
+    profile = load_hardware("h200")
+    memory = {key: getattr(profile, key) for key in ("gpu_memory_bytes", "host_memory_bytes")}
+    for key, (value, source) in simulator_numbers(tables, fits, **memory).items():
+        assert getattr(profile, key) == pytest.approx(value, rel=1e-6), key
+        assert profile.sources[key] == source
+    saved = json.loads((bundle / "fits.json").read_text())
+    assert set(saved) == set(fits)
+    shapes = {row["model_shape"] for row in tables["gemm"]} - {""}
+    assert shapes == {"smollm2-135m", "nosa-1b", "nosa-3b", "nosa-8b", "llama-3-8b"}
+
+
 def test_an_empty_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HardwareError, match="fetch has no measured points"):
         write_bundle(

@@ -48,17 +48,17 @@ def test_bytes_charged_equal_bytes_that_an_engine_recorded(tmp_path, method, slo
     assert prediction.settings["slots"] == trace.meta.slots
 
 
-def test_only_what_was_recorded_keeps_the_status_of_a_measured_profile(tmp_path):
+def test_only_what_was_recorded_keeps_the_status_of_a_validated_profile(tmp_path):
     model = random_model(SHAPE, seed=3, dtype="float32")
     with Recorder(tmp_path / "trace") as recorder:
         engine = Engine(model, SPARSE, recorder=recorder)
         engine.add(np.random.default_rng(1).integers(0, 97, 150).tolist(), max_new_tokens=5)
         list(engine.stream())
     trace = Trace.open(tmp_path / "trace")
-    measured = dataclasses.replace(load_hardware("h200-provisional"), status="measured")
-    assert simulate(trace, hardware=measured).status == "measured"
-    assert simulate(trace, hardware=measured, slots=6, policy="exact").status == "measured"
+    validated = dataclasses.replace(load_hardware("h200-provisional"), status="validated")
+    assert simulate(trace, hardware=validated).status == "validated"
+    assert simulate(trace, hardware=validated, slots=6, policy="exact").status == "validated"
     for change in ({"slots": 8}, {"slots": 8, "policy": "belady"}):
-        assert simulate(trace, hardware=measured, **change).status == "projected"
+        assert simulate(trace, hardware=validated, **change).status == "projected"
     predicted = Trace(trace.directory, dataclasses.replace(trace.meta, status="projected"))
-    assert simulate(predicted, hardware=measured).status == "projected"
+    assert simulate(predicted, hardware=validated).status == "projected"

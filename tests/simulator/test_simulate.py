@@ -199,10 +199,10 @@ def test_case_28_given_bandwidth_wins_over_the_profile(make_table, tiny_shape):
 
 def test_status_is_that_of_the_profile_only_for_a_situation_that_was_recorded(make_table, tiny_shape):
     table = make_table(np.full((1, 3, 2, 2), 4))
-    measured = dataclasses.replace(load_hardware("h200-provisional"), status="measured")
-    assert simulate(table, model_shape=tiny_shape, hardware=measured).status == "measured"
-    assert simulate(table, model_shape=tiny_shape, hardware=measured, batch=2).status == "projected"
-    assert simulate(table, model_shape=tiny_shape, hardware=measured, h2d_gbps=25.0).status == "projected"
+    validated = dataclasses.replace(load_hardware("h200-provisional"), status="validated")
+    assert simulate(table, model_shape=tiny_shape, hardware=validated).status == "validated"
+    assert simulate(table, model_shape=tiny_shape, hardware=validated, batch=2).status == "projected"
+    assert simulate(table, model_shape=tiny_shape, hardware=validated, h2d_gbps=25.0).status == "projected"
 
 
 def test_synthetic_requests_too_large_are_refused_at_once(tiny_shape):
