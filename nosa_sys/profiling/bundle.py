@@ -1,4 +1,4 @@
-"""Write a profile bundle: meta.json, models.json, fits.json, environment.json and one Parquet file an operation."""
+"""Write a profile bundle: meta.json, models.json, fits.json, choices.json, environment.json, one Parquet an operation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def write_bundle(
     fits: dict[str, LinearFit],
     models: dict[str, tuple[float | None, str]],
     environment: dict[str, str],
+    choices: dict[str, Any] | None = None,
 ) -> None:
     """Fill ``directory`` (there already, see nosa_sys.outputs) and check that the simulator loads it.
 
-    ``models`` are the simulator's numbers, each with its source. Raises HardwareError when an operation has no rows or
+    ``models`` are the simulator's numbers, each with its source; ``choices`` are what an engine should use here. Raises HardwareError when an operation has no rows or
     the bundle does not load.
     """
     for table, rows in tables.items():
@@ -43,4 +44,6 @@ def write_bundle(
     save("models.json", {key: {"value": value, "source": source} for key, (value, source) in models.items()})
     save("fits.json", {key: fit.to_dict() for key, fit in fits.items()})
     save("environment.json", environment)
+    if choices is not None:
+        save("choices.json", choices)
     load_hardware(directory)

@@ -16,6 +16,7 @@ from nosa_sys.kernels.bench import ceilings
 from nosa_sys.kernels.timing import environment, time_in_graph
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.profiling.bundle import write_bundle
+from nosa_sys.profiling.choices import fetch_choices
 from nosa_sys.profiling.fits import LinearFit, fit_linear
 from nosa_sys.profiling.kernel_grid import grids, measure
 from nosa_sys.profiling.link import contention_points, duplex_points, run_points
@@ -164,4 +165,5 @@ def profile_cuda(directory: Path, name: str, shapes: list[ModelShape], progress:
             host_memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         ),
         environment=about,
+        choices=fetch_choices(tables["link_runs"], tables["link_contention"]),
     )

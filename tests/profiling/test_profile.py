@@ -9,6 +9,7 @@ import pytest
 from nosa_sys.cli.app import run
 from nosa_sys.errors import HardwareError
 from nosa_sys.profiling.bundle import write_bundle
+from nosa_sys.profiling.choices import fetch_choices
 from nosa_sys.profiling.kernel_grid import grids
 from nosa_sys.simulator.hardware import load_hardware
 
@@ -56,6 +57,8 @@ def test_user_errors_write_nothing(tmp_path: Path, arguments: list[str], capsys:
 
 
 def test_the_shipped_profile_comes_from_the_tables_beside_it() -> None:
+    pytest.importorskip("triton", reason="the kernels' defaults stand in a module that needs triton")
+    from nosa_sys.kernels.block_fetch.triton import DEFAULT_CTAS
     from nosa_sys.profiling.cuda_profile import fit_tables, simulator_numbers
     from nosa_sys.simulator import hardware
 
@@ -67,10 +70,36 @@ def test_the_shipped_profile_comes_from_the_tables_beside_it() -> None:
     for key, (value, source) in simulator_numbers(tables, fits, **memory).items():
         assert getattr(profile, key) == pytest.approx(value, rel=1e-6), key
         assert profile.sources[key] == source
+    choices = fetch_choices(tables["link_runs"], tables["link_contention"])
+    assert json.loads((bundle / "choices.json").read_text()) == choices
+    assert choices["alone"] == {"path": "uva", "n_ctas": DEFAULT_CTAS}
     saved = json.loads((bundle / "fits.json").read_text())
     assert set(saved) == set(fits)
     shapes = {row["model_shape"] for row in tables["gemm"]} - {""}
     assert shapes == {"smollm2-135m", "nosa-1b", "nosa-3b", "nosa-8b", "llama-3-8b"}
+
+
+def test_choices_follow_the_measured_points() -> None:
+    """4 CTAs are too slow for many runs, 8 and 16 are not, 16 is the faster for few; DMA wins from 512 large runs."""
+
+    def point(path: str, n_ctas: int, run_bytes: int, n_runs: int, median_us: float) -> dict[str, object]:
+        names = ("direction", "path", "n_ctas", "run_bytes", "n_runs", "median_us")
+        return dict(zip(names, ("h2d", path, n_ctas, run_bytes, n_runs, median_us), strict=True))
+
+    runs = [point("uva", n, 32768, 4096, t) for n, t in ((4, 3000.0), (8, 2610.0), (16, 2620.0))]
+    runs += [point("uva", n, 32768, 64, t) for n, t in ((4, 40.0), (8, 45.0), (16, 44.0))]
+    runs += [point("dma", 0, 32768, n, t) for n, t in ((64, 100.0), (4096, 9000.0))]
+    runs += [point("uva", 8, 2**20, n, t) for n, t in ((64, 1400.0), (512, 11000.0))]
+    runs += [point("dma", 0, 2**20, n, t) for n, t in ((64, 1500.0), (512, 10000.0))]
+    contention = [
+        {"compute": "gemm", "path": path, "n_ctas": n, "both_us": t}
+        for path, n, t in (("uva", 8, 1350.0), ("bulk", 3, 1340.0), ("uva", 132, 2600.0))
+    ]
+    assert fetch_choices(runs, contention) == {
+        "alone": {"path": "uva", "n_ctas": 16},
+        "beside_gemm": {"path": "bulk", "n_ctas": 3},
+        "dma_crossover": {"32768": None, "1048576": 512},
+    }
 
 
 def test_an_empty_table_is_refused(tmp_path: Path) -> None:
