@@ -1,4 +1,4 @@
-"""Write a profile bundle: meta.json, models.json, fits.json, choices.json, environment.json, one Parquet an operation."""
+"""Write a profile bundle: a few JSON files and one Parquet file an operation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def write_bundle(
 ) -> None:
     """Fill ``directory`` (there already, see nosa_sys.outputs) and check that the simulator loads it.
 
-    ``models`` are the simulator's numbers, each with its source; ``choices`` are what an engine should use here. Raises HardwareError when an operation has no rows or
-    the bundle does not load.
+    ``models`` are the simulator's numbers, each with its source; ``choices`` are what an engine should use
+    here. Raises HardwareError when an operation has no rows or the bundle does not load.
     """
     for table, rows in tables.items():
         if not rows:

@@ -22,14 +22,18 @@ def fetch_choices(link_runs: Rows, contention: Rows) -> dict[str, Any]:
     many = gather[gather["n_runs"] == gather["n_runs"].max()].set_index("n_ctas")["median_us"]
     fast_enough = many.index[many <= many.min() / _NEAR_BEST]
     few = gather[(gather["n_runs"] == _FEW_RUNS) & gather["n_ctas"].isin(fast_enough)]
-    chosen: dict[str, Any] = {"alone": {"path": "uva", "n_ctas": int(few.loc[few["median_us"].idxmin(), "n_ctas"])}}
+    fastest = few.sort_values("median_us").iloc[0]
+    chosen: dict[str, Any] = {"alone": {"path": "uva", "n_ctas": int(fastest["n_ctas"])}}
     for compute, rows in pd.DataFrame(contention).groupby("compute"):
-        best = rows.loc[rows["both_us"].idxmin()]
-        chosen[f"beside_{compute}"] = {"path": str(best["path"]), "n_ctas": int(best["n_ctas"])}
+        shortest = rows.sort_values("both_us").iloc[0]
+        chosen[f"beside_{compute}"] = {"path": str(shortest["path"]), "n_ctas": int(shortest["n_ctas"])}
     crossover: dict[str, int | None] = {}
-    for run_bytes, rows in up.groupby("run_bytes"):
-        by_path = rows.groupby(["n_runs", "path"])["median_us"].min().unstack()
-        faster = by_path.index[by_path["dma"] < by_path["uva"]] if {"dma", "uva"} <= set(by_path) else []
-        crossover[str(run_bytes)] = int(min(faster)) if len(faster) else None
+    for size in sorted(up["run_bytes"].unique()):
+        rows = up[up["run_bytes"] == size]
+        best = {
+            path: rows[rows["path"] == path].groupby("n_runs")["median_us"].min().to_dict() for path in ("dma", "uva")
+        }
+        faster = [n for n, time_us in best["dma"].items() if time_us < best["uva"].get(n, 0.0)]
+        crossover[str(size)] = int(min(faster)) if faster else None
     chosen["dma_crossover"] = crossover
     return chosen
