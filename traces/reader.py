@@ -56,7 +56,7 @@ class Trace:
         if not meta.complete and not allow_incomplete:
             raise TraceError(
                 f"trace {directory} is incomplete: its run was killed or is still writing; "
-                "Trace.recover keeps its whole steps"
+                "nosa trace recover (Trace.recover) keeps its whole steps"
             )
         trace = cls(directory, meta)
         for table in REQUIRED_TABLES:

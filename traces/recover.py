@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from nosa_sys.errors import TraceError
-from nosa_sys.traces.reader import part_paths, read_part
+from nosa_sys.traces.reader import Trace, part_paths, read_part
 from nosa_sys.traces.reselect import match_keys, n_windows_of
 from nosa_sys.traces.rows import column, find_streams
 from nosa_sys.traces.schema import REQUIRED_TABLES, SCHEMAS, WHOLE_STEP_LAYER, SequenceInfo, TraceMeta
+from nosa_sys.traces.writer import TraceWriter
 
 
 def recover_tables(directory: Path, meta: TraceMeta) -> tuple[TraceMeta, dict[str, pa.Table], list[str]]:
@@ -105,3 +106,18 @@ def _sequences(tables: dict[str, pa.Table], meta: TraceMeta) -> tuple[SequenceIn
         info = known.get(number, SequenceInfo(number, int(own.min()) + 1))
         out.append(dataclasses.replace(info, new_tokens=int(own.max() - own.min()) + 1))
     return tuple(out)
+
+
+def save_recovered(trace: Trace, directory: Path) -> None:
+    """Write what was recovered as a complete trace of its own, so that every reader takes it."""
+    kept = [info.id for info in trace.meta.sequences]
+    if not kept:
+        raise TraceError(f"trace {trace.directory} holds no whole step; nothing can be recovered")
+    writer = TraceWriter(directory, trace.meta, overwrite=True)
+    for name in SCHEMAS:
+        if trace.has(name):
+            table = trace.table(name)
+            writer.add_table(
+                name, table.filter(pa.array(np.isin(column(table, "sequence"), kept))) if name == "prefill" else table
+            )
+    writer.close(sequences=trace.meta.sequences, n_steps=trace.meta.n_steps)

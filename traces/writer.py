@@ -91,6 +91,12 @@ class TraceWriter:
         if self._buffered_rows[table] >= self._rows_per_part:
             self.flush()
 
+    def add_table(self, table: str, rows: pa.Table) -> None:
+        """Write a whole table of the schema as one part, after what was added before."""
+        self.flush()
+        if rows.num_rows:
+            self._write_part(table, rows.cast(SCHEMAS[table]))
+
     def flush(self) -> None:
         """Write what is buffered as one more part of each table that has rows."""
         for table in _FLUSH_ORDER:

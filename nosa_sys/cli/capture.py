@@ -89,7 +89,7 @@ def command(
     except KeyboardInterrupt:
         kept = partial_path(out_dir)
         out.stderr().print(
-            f"the steps so far are in {kept}; read them with: nosa trace check {kept} --allow-incomplete"
+            f"the steps so far are in {kept}; keep them with: nosa trace recover {kept} --out {out_dir}-recovered"
         )
         raise
     document = {**document, "options": settings.to_dict(), "trace": str(out_dir)}

@@ -106,6 +106,10 @@ def command(
             text = json_module.dumps(out.plain(document), indent=1, allow_nan=False)
             (partial / "prediction.json").write_text(text + "\n", encoding="utf-8")
     out.human(json).print(summary_table(document))
+    for line in prediction["limits"]:
+        out.stderr().print(f"limit: {line}", markup=False)
+    for line in prediction["rules"]:
+        out.stderr().print(f"rule: {line}", style="dim", markup=False)
     if json:
         out.print_json(document)
 
@@ -123,15 +127,24 @@ def summary_table(document: dict[str, Any]) -> Any:
     """One prediction as a table of figures."""
     names = (
         ("step time, us", "step_time_us"),
+        ("  selection, us", "select_us"),
+        ("  exposed H2D, us", "h2d_exposed_us"),
+        ("  attention, us", "attention_us"),
+        ("  GEMM, us", "gemm_us"),
+        ("  host overhead, us", "host_overhead_us"),
+        ("  exposed D2H, us", "d2h_exposed_us"),
+        ("limited by (the largest part)", "limited_by"),
         ("step time p50, us", "step_time_p50_us"),
         ("step time p90, us", "step_time_p90_us"),
         ("tokens/s, aggregate", "tokens_per_s"),
         ("tokens/s per sequence", "tokens_per_s_per_sequence"),
+        ("misses per head and step", "misses_per_head_step"),
         ("H2D bytes per step", "h2d_bytes_per_step"),
-        ("H2D exposed, us", "h2d_exposed_us"),
-        ("H2D hidden, us", "h2d_hidden_us"),
+        ("hidden H2D, us", "h2d_hidden_us"),
         ("link utilisation", "link_utilisation"),
-        ("limited by", "limited_by"),
     )
     rows = [(text, document[key]) for text, key in names if key in document]
+    memory = document.get("memory", {})
+    places = (("GPU memory, GB", "gpu_bytes"), ("host memory, GB", "host_pool_bytes"))
+    rows += [(text, memory[key] / 1e9) for text, key in places if key in memory]
     return out.table(f"prediction ({document['status']})", ("figure", "value"), rows)

@@ -1,4 +1,4 @@
-"""``nosa trace check``: does a trace, ours or foreign, keep its own rules and the locality bound."""
+"""``nosa trace``: check whether a trace keeps its rules and the locality bound; recover one from a killed run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from nosa_sys.cli import console as out
-from nosa_sys.cli.options import JsonFlag
+from nosa_sys.cli.options import JsonFlag, Overwrite
+from nosa_sys.errors import ConfigError
+from nosa_sys.outputs import check_output, partial_path, whole_directory
 
 app = typer.Typer(help="Work on trace directories.", no_args_is_help=True)
 
@@ -59,6 +61,35 @@ def check(
             soft_wrap=True,
         )
         raise typer.Exit(1)
+
+
+@app.command("recover")
+def recover(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What a killed or interrupted capture left.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Where the recovered trace goes.")],
+    overwrite: Overwrite = False,
+    json: JsonFlag = False,
+) -> None:
+    """Write the whole steps of a killed run as a trace that every verb reads.
+
+    Example: [bold]nosa trace recover out/trace.partial --out out/recovered[/bold]
+    """
+    from nosa_sys.traces.reader import Trace
+    from nosa_sys.traces.recover import save_recovered
+
+    check_output(out_dir, overwrite=overwrite, reads=directory)
+    if partial_path(out_dir).resolve() == directory.resolve():
+        raise ConfigError(f"--out {out_dir} would be built in {directory}, which is read here; choose another --out")
+    trace = Trace.recover(directory)
+    with whole_directory(out_dir, overwrite=overwrite) as partial:
+        save_recovered(trace, partial)
+    console = out.human(json)
+    for note in trace.notes:
+        console.print(f"note: {note}")
+    console.print(f"{trace.meta.n_steps:,} steps of {len(trace.meta.sequences)} sequences are in {out_dir}")
+    if json:
+        document = {"trace": str(out_dir), "n_steps": trace.meta.n_steps, "notes": list(trace.notes)}
+        out.print_json({**document, "sequences": [info.id for info in trace.meta.sequences]})
 
 
 def _text(value: Any) -> str:

@@ -196,6 +196,14 @@ def test_interrupted_capture_keeps_its_whole_steps(
     checked = nosa("trace", "check", tmp_path / "trace.partial", "--allow-incomplete", "--json")
     assert checked.status == 0, checked.err
     refused(nosa("trace", "check", tmp_path / "trace.partial"), "incomplete")
+    refused(nosa("trace", "recover", tmp_path / "trace.partial", "--out", out, "--overwrite"), "choose another --out")
+    saved = nosa("trace", "recover", tmp_path / "trace.partial", "--out", tmp_path / "recovered", "--json")
+    assert saved.status == 0, saved.err
+    assert saved.document["n_steps"] == 4
+    for verb in (("trace", "check"), ("replay",)):
+        assert nosa(*verb, tmp_path / "recovered").status == 0
+    simulated = nosa("simulate", tmp_path / "recovered", "--hardware", "ideal", "--h2d-gbps", "32.768")
+    assert simulated.status == 0, simulated.err
 
 
 @pytest.mark.parametrize(
