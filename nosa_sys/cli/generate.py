@@ -81,6 +81,7 @@ def command(
             target.write(stream.push(event.token))
             target.flush()
     target.write(stream.finish() + "\n")
+    target.flush()  # the speed goes to stderr: it must not overtake the text
     summary = engine.summary()
     speed = out.number(summary["tokens_per_s_per_sequence"])
     out.stderr().print(f"{speed} tokens/s, measured on {device_name(request.device)}", style="dim")

@@ -37,11 +37,13 @@ def headline_numbers(inputs: ReportInputs) -> list[tuple[str, str]]:
         rows_ = usable(sweep.rows)
         if "tokens_per_s" in rows_ and rows_["tokens_per_s"].notna().any():
             best = rows_.sort_values("tokens_per_s").iloc[-1]
+            batch, link = best.get("batch", ""), best.get("h2d_gbps")
+            settings = f"batch {batch}" + (f", link {link:g} GB/s" if link is not None and np.isfinite(link) else "")
             numbers.append(
                 (
                     f"{best['tokens_per_s']:,.0f} tok/s",
                     f"{best.get('status', 'projected')}: the fastest of {len(rows_):,} configurations "
-                    f"({best.get('model_shape', '')}, {best.get('hardware', '')}, batch {best.get('batch', '')})",
+                    f"({best.get('model_shape', '')}, {best.get('hardware', '')}, {settings})",
                 )
             )
     return numbers

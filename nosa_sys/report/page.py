@@ -52,6 +52,7 @@ table {{ border-collapse: collapse; width: 100%; font-size: 14px; font-variant-n
 th {{ text-align: left; color: #52606d; font-weight: 600; }}
 th, td {{ padding: 6px 10px 6px 0; border-bottom: 1px solid #eef1f4; vertical-align: top; overflow-wrap: anywhere; }}
 td.n, th.n {{ text-align: right; white-space: nowrap; }}
+td.n + td:not(.n), th.n + th:not(.n) {{ padding-left: 14px; }}
 footer {{ color: #7b8794; font-size: 14px; }}
 """
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from nosa_sys.report.inputs import ReportInputs
+
+
+def _short(path: Path) -> str:
+    """The last two folders: many traces are called trace."""
+    return "/".join(path.absolute().parts[-2:])
 
 
 def provenance_rows(inputs: ReportInputs) -> list[list[Any]]:
@@ -12,7 +18,7 @@ def provenance_rows(inputs: ReportInputs) -> list[list[Any]]:
     rows: list[list[Any]] = [["input", "fact", "value"]]
     for source in inputs.traces:
         meta = source.trace.meta
-        name = f"trace {source.trace.directory.name}"
+        name = f"trace {_short(source.trace.directory)}"
         facts = {
             "status": meta.status,
             "device": meta.device,
@@ -30,7 +36,7 @@ def provenance_rows(inputs: ReportInputs) -> list[list[Any]]:
         }
         rows += [[name, key, value] for key, value in facts.items() if value]
     for sweep in inputs.sweeps:
-        name = f"sweep {sweep.path.name}"
+        name = f"sweep {_short(sweep.path)}"
         for key, value in sweep.summary.items():
             if isinstance(value, (str, int, float, bool)):
                 rows.append([name, key, str(value)])

@@ -103,7 +103,8 @@ def _batch_figure(rows: pd.DataFrame, key: str, model: str, status: str, traces:
     plot.update_xaxes(type="log", tickvals=sorted(rows["batch"].unique().tolist()))
     if dots:
         plot.update_yaxes(type="log", dtick=1)
-    reading = f"Lines are {status} by the simulator ({_fixed(rows, 'batch')}); a flat end means that the link is full."
+    reading = f"Lines are {status} by the simulator ({_fixed(rows, 'batch')}); where a line flattens, the"
+    reading += " step grows as fast as the batch."
     reading += " Dots are real runs, on the device in the legend." if dots else " No run of this model was measured."
     return Figure(f"batch-{key}", f"Throughput against batch: {model}", status, reading, plot)
 

@@ -9,6 +9,9 @@ import pandas as pd
 from nosa_sys.report.inputs import SweepInput
 from nosa_sys.report.sweep_rows import baseline, by_model, matching, text_of, usable, varying
 
+# Shares of a step in the words of the glossary.
+LIMITS = {"select": "selection", "h2d": "exposed H2D", "gemm": "GEMM", "host": "host overhead", "d2h": "exposed D2H"}
+
 
 def what_if_rows(sweeps: list[SweepInput]) -> list[tuple[str, str, list[list[Any]]]]:
     """(title, status, head row and rows) for each sweep and model with anything to compare."""
@@ -61,6 +64,6 @@ def _line(change: str, row: pd.Series, first: pd.Series) -> list[Any]:
         _number(row, "tokens_per_s_per_sequence"),
         step / 1000 if step is not None else None,
         f"{busy:.0%}" if busy is not None else None,
-        str(row.get("limited_by", "-")),
+        LIMITS.get(str(row.get("limited_by")), str(row.get("limited_by", "-"))),
         f"{speed / before:.2f}x" if speed and before else None,
     ]

@@ -91,7 +91,9 @@ def test_simulate_on_another_situation_is_projected_and_says_why(nosa: Nosa, tra
     )
     assert result.status == 0, result.err
     assert result.document["status"] == "projected"
-    assert result.document["rules"]
+    rules = result.document["rules"]
+    assert rules
+    assert all(f"rule: {rule}" in result.err for rule in rules)
     assert Path("steps.json.gz").is_file()
 
 

@@ -97,6 +97,11 @@ def test_headline_compares_slots_at_the_traces_own_budgets(tmp_path: Path) -> No
     assert ("4.0x", "fewer loads with 1.5 k slots and LRU, replayed") in numbers
 
 
+def test_fastest_configuration_is_shown_with_its_link(tmp_path: Path) -> None:
+    numbers = headline_numbers(load_inputs([write_sweep(tmp_path / "s")]))
+    assert "link 100 GB/s" in numbers[-1][1]
+
+
 def test_what_if_changes_one_setting_at_a_time(tmp_path: Path) -> None:
     inputs = load_inputs([write_sweep(tmp_path / "s")])
     tables = what_if_rows(inputs.sweeps)
