@@ -41,7 +41,10 @@ class BudgetFlags:
     """Sparse budgets, each in blocks or in tokens but not both."""
 
     block_size: Annotated[int | None, _option("--block-size", panel=_BUDGET, text="Tokens per KV block.")] = None
-    topk: Annotated[int | None, _option("--topk", panel=_BUDGET, text="k: blocks attended, forced included.")] = None
+    topk: Annotated[
+        int | None,
+        _option("--topk", panel=_BUDGET, text="k: blocks attended, forced included; window and select stay."),
+    ] = None
     topk_tokens: Annotated[int | None, _option("--topk-tokens", panel=_BUDGET, text="k in tokens.")] = None
     init_blocks: Annotated[int | None, _option("--init-blocks", panel=_BUDGET, text="Sink blocks.")] = None
     init_tokens: Annotated[int | None, _option("--init-tokens", panel=_BUDGET, text="Sinks in tokens.")] = None
