@@ -19,6 +19,7 @@ from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import LayerStepMisses
 
 KEY_MEAN_BYTES = 4  # compressed keys are fp32 means
+LAYER_PRODUCTS = 4  # qkv, output projection, gate and up, down: the matrix products of a layer
 _BYTES_PER_US = 1e3  # of one GB/s
 
 
@@ -41,7 +42,8 @@ class CostModel:
 
         ``context_tokens`` is summed over the step's ``n_sequences``. One top-k for the query-aware picks and one for
         the fill, each only where the method has such picks; nothing for dense attention. A top-k costs a fixed part, a
-        part for every block of every head, and a part for the length of one row (rows run side by side).
+        part for every block of every head, and a part for the length of one row (rows run side by side). What is left
+        (the token's append, the slot plan) has a fixed part and a part for every row, one KV head of one sequence.
         """
         method = get_method(self.method)
         if method.dense:
@@ -56,13 +58,27 @@ class CostModel:
         top_k = (
             hardware.topk_fixed_us + hardware.topk_us_per_element * blocks * heads + hardware.topk_us_per_block * row
         )
-        return key_bytes / (hardware.key_gbps * _BYTES_PER_US) + passes * top_k
+        plan = hardware.select_fixed_us + hardware.select_us_per_row * n_sequences * heads
+        return plan + key_bytes / (hardware.key_gbps * _BYTES_PER_US) + passes * top_k
 
-    def matrix_us(self, parameters: int, n_sequences: np.ndarray) -> Floats:
-        """Matrices read once and multiplied with one row a sequence: the slower of the two bounds, [step]."""
-        read = parameters * self.shape.dtype_bytes / (self.hardware.gemm_weight_gbps * _BYTES_PER_US)
-        multiply = 2.0 * parameters * n_sequences / (self.hardware.gemm_tflops * 1e6)
-        return np.maximum(read, multiply)
+    def attention_us(self, attended_blocks: np.ndarray) -> Floats:
+        """Attention of one layer over its blocks, all heads and sequences in one launch; as the shape given."""
+        hardware = self.hardware
+        read = attended_blocks * float(self.device_block_bytes) / (hardware.hbm_gbps * _BYTES_PER_US)
+        return np.where(attended_blocks > 0, hardware.attention_fixed_us + read, 0.0)
+
+    def matrix_us(self, parameters: int, n_products: int, n_sequences: np.ndarray) -> Floats:
+        """``n_products`` matrices read once and multiplied with one row a sequence, [step].
+
+        The longer of reading and multiplying, the part of the shorter that does not hide behind it, and a fixed part a
+        product. One row alone is a matrix-vector product, which reads at a speed of its own.
+        """
+        hardware = self.hardware
+        speed = np.where(n_sequences > 1, hardware.gemm_weight_gbps, hardware.gemv_weight_gbps)
+        read = parameters * self.shape.dtype_bytes / (speed * _BYTES_PER_US)
+        multiply = 2.0 * parameters * n_sequences / (hardware.gemm_tflops * 1e6)
+        exposed = (1.0 - hardware.gemm_overlap) * np.minimum(read, multiply)
+        return n_products * hardware.gemm_fixed_us + np.maximum(read, multiply) + exposed
 
     def step_costs(self, loads: LayerStepMisses) -> StepCosts:
         """Costs of every step of a workload, arrays [step, layer]."""
@@ -71,7 +87,6 @@ class CostModel:
         require(shape[1] == self.shape.n_layers, f"{shape[1]} layers of misses for a model of {self.shape.n_layers}")
         h2d_bytes = loads.misses.astype(np.int64) * self.host_block_bytes
         d2h_bytes = loads.filled_blocks.astype(np.int64) * self.host_block_bytes
-        attended_bytes = loads.attended_blocks * float(self.device_block_bytes)
 
         def per_layer(values: Floats | float) -> Floats:
             column = np.broadcast_to(np.asarray(values, dtype=np.float64), shape[0])
@@ -82,12 +97,12 @@ class CostModel:
             select_us=per_layer(self.select_us(loads.context_tokens.astype(np.float64), loads.n_sequences)),
             h2d_fixed_us=np.where(h2d_bytes > 0, hardware.h2d_fixed_us, 0.0),
             h2d_us=h2d_bytes / (hardware.link_gbps * _BYTES_PER_US),
-            attention_us=attended_bytes / (hardware.hbm_gbps * _BYTES_PER_US),
-            gemm_us=per_layer(self.matrix_us(self.shape.layer_params, loads.n_sequences)),
+            attention_us=self.attention_us(loads.attended_blocks),
+            gemm_us=per_layer(self.matrix_us(self.shape.layer_params, LAYER_PRODUCTS, loads.n_sequences)),
             d2h_fixed_us=np.where(d2h_bytes > 0, hardware.d2h_fixed_us, 0.0),
             d2h_us=d2h_bytes / (hardware.d2h_gbps * _BYTES_PER_US),
             step_host_us=np.full(shape[0], hardware.host_per_step_us),
-            tail_us=self.matrix_us(self.shape.vocab_size * self.shape.hidden_size, loads.n_sequences),
+            tail_us=self.matrix_us(self.shape.vocab_size * self.shape.hidden_size, 1, loads.n_sequences),
             h2d_bytes=h2d_bytes,
             d2h_bytes=d2h_bytes,
             sharing=hardware.sharing,

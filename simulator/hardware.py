@@ -29,6 +29,7 @@ _MAY_BE_NULL = (
     "hbm_gbps",
     "key_gbps",
     "gemm_weight_gbps",
+    "gemv_weight_gbps",
     "gemm_tflops",
     "gpu_memory_bytes",
     "host_memory_bytes",
@@ -40,7 +41,8 @@ _POSITIVE = (*_MAY_BE_NULL, "duplex_factor", "beside_compute_factor")
 class HardwareProfile:
     """Numbers of one machine. GB/s are decimal; ``inf`` means that the thing costs nothing or has no limit.
 
-    h2d and d2h: one transfer of n bytes alone on the link takes ``fixed_us + n / gbps``.
+    h2d and d2h: one transfer of n bytes alone on the link takes ``fixed_us + n / gbps``. Every other ``*_fixed_us`` is
+    likewise the part of one operation that its size does not change; docs/simulator.md has the formulas.
     """
 
     name: str
@@ -52,10 +54,16 @@ class HardwareProfile:
     d2h_gbps: float
     duplex_factor: float
     beside_compute_factor: float
+    attention_fixed_us: float
     hbm_gbps: float
     key_gbps: float
+    gemm_fixed_us: float
     gemm_weight_gbps: float
+    gemv_weight_gbps: float
     gemm_tflops: float
+    gemm_overlap: float
+    select_fixed_us: float
+    select_us_per_row: float
     topk_fixed_us: float
     topk_us_per_element: float
     topk_us_per_block: float
@@ -185,4 +193,8 @@ def _number(key: str, value: Any, where: Path) -> float | None:
         raise HardwareError(f"{where}: {key}={value!r} is below the limit of {MIN_GBPS:g}")
     if value < 0 or (value == 0 and key in _POSITIVE):
         raise HardwareError(f"{where}: {key}={value!r} must be {'above 0' if key in _POSITIVE else '>= 0'}")
+    if key == "gemm_overlap" and value > 1:
+        raise HardwareError(
+            f"{where}: gemm_overlap={value!r} must be <= 1: the share of the shorter bound that is hidden"
+        )
     return float(value)

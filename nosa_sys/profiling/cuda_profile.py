@@ -76,6 +76,8 @@ def fit_tables(tables: dict[str, Rows]) -> dict[str, LinearFit]:
     fit("d2h_uva", [r for r in links if (r["direction"], r["path"]) == ("d2h", "uva") and r["bytes"] >= 2**20], "bytes")
     for kernel in ("sparse_decode_attention", "paged_decode_attention"):
         fit(kernel, [r for r in tables[kernel] if r["block"] == 64 and r["batch"] > 1], "bytes")
+    fit("gemm", [r for r in tables["gemm"] if r["matrix"] != "square" and 1 < r["m"] <= 64], "bytes")
+    fit("gemv", [r for r in tables["gemm"] if r["m"] == 1], "bytes")
     for means in (0, 1):
         rows = [
             r for r in tables["score_and_select"] if r["fp32_means"] == means and r["block"] == 64 and r["batch"] > 1
@@ -98,7 +100,7 @@ def simulator_numbers(
     kept = (contention["fetch_us"] / contention["both_us"]).groupby(contention["compute"]).max()
     beside_factor = float(np.clip(kept.min(), duplex, 1.0))
     attention = fits["sparse_decode_attention"]
-    weights = [r for r in tables["gemm"] if r["matrix"] == "gate_up" and r["m"] <= 64]
+    gemm = fits["gemm"]
     square = next(r for r in tables["gemm"] if r["matrix"] == "square")
     select, plan = fits["score_and_select_fp32_means"], fits["slot_plan"]
     overheads = {r["what"]: r["median_us"] for r in tables["overheads"]}
@@ -113,16 +115,19 @@ def simulator_numbers(
             beside_factor,
             "link_contention: best path and CTAs beside each kind of compute, the smaller of the two",
         ),
-        "hbm_gbps": (attention.gbps(), "slope of the fit of sparse_decode_attention, blocks of 64"),
+        "attention_fixed_us": (attention.fixed_us, "fit of sparse_decode_attention, blocks of 64"),
+        "hbm_gbps": (attention.gbps(), "the same fit"),
         "key_gbps": (
             select.gbps(),
             "slope of the fit of score_and_select with fp32 means, which the simulator assumes",
         ),
-        "gemm_weight_gbps": (
-            float(np.median([r["bytes"] / r["median_us"] / 1e3 for r in weights])),
-            "gemm: median over gate_up at batches up to 64",
-        ),
+        "gemm_fixed_us": (gemm.fixed_us, "fit of gemm: products of 2 to 64 rows, all shapes; a product"),
+        "gemm_weight_gbps": (gemm.gbps(), "the same fit"),
+        "gemv_weight_gbps": (fits["gemv"].gbps(), "slope of the fit of gemm at one row"),
         "gemm_tflops": (square["flops"] / square["median_us"] / 1e6, f"gemm: {_SQUARE} cubed"),
+        "gemm_overlap": (1.0, "roofline: reading weights and multiplying run at the same time, the longer one counts"),
+        "select_fixed_us": (fits["append_token"].fixed_us, "fit of append_token; the slot plan is in topk_fixed_us"),
+        "select_us_per_row": (fits["append_token"].per_unit_us[0], "the same fit, a KV head of a sequence"),
         "topk_fixed_us": (
             (select.fixed_us + plan.fixed_us) / 2,
             "half the fixed parts of score_and_select (fp32 means) and slot_plan: the simulator charges two passes",
