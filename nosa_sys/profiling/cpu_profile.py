@@ -1,4 +1,4 @@
-"""Profile a CPU: the reference kernels, block copies and matrices of one model shape, single precision."""
+"""Profile a CPU: reference kernels, block copies and matrices of one model shape alone, then the engine's own steps."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from nosa_sys.kernels.block_selection.reference import select_blocks
 from nosa_sys.kernels.set_difference.reference import update_slots
 from nosa_sys.kernels.sparse_decode_attention.reference import sparse_decode_attention
 from nosa_sys.kernels.stage1_scores.reference import stage1_scores
+from nosa_sys.machine import cpu_name
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.profiling.bundle import write_bundle
-from nosa_sys.profiling.fits import fit_linear
+from nosa_sys.profiling.cpu_engine import engine_fits, engine_points, fetch_fixed_us, float32_shape
+from nosa_sys.profiling.fits import LinearFit, fit_linear
 from nosa_sys.profiling.matrices import elementwise_points, gemm_points
 from nosa_sys.sparse_config import SparseConfig
 
@@ -115,58 +117,87 @@ def profile_cpu(directory: Path, name: str, shape: ModelShape, progress: Progres
         "elementwise": elementwise_points(shape, time_call, device, dtype, _BATCHES),
     }
     tables: dict[str, Rows] = {}
+    shape = float32_shape(shape)
     for table, points in sources.items():
         for row in points:
             tables.setdefault(table, []).append(row)
             progress(table, row)
+    for table, row in engine_points(shape, seed):
+        tables.setdefault(table, []).append(row)
+        progress(table, row)
 
     def fit(table: str, *features: str, direction: str | None = None):  # type: ignore[no-untyped-def]
         rows = [r for r in tables[table] if direction is None or r["direction"] == direction]
         values = np.array([[float(r[f]) for f in features] for r in rows])
         return fit_linear(features, values, np.array([r["median_us"] for r in rows]))
 
+    (overhead,) = tables["engine_overhead"]
     fits = {
         "h2d": fit("link_runs", "bytes", direction="h2d"),
         "d2h": fit("link_runs", "bytes", direction="d2h"),
         "sparse_decode_attention": fit("sparse_decode_attention", "bytes"),
         "selection": fit("selection", "elements"),
+        **engine_fits(shape, tables["engine_steps"], overhead),
     }
-    layer = [r for r in tables["gemm"] if r["matrix"] != "lm_head"]
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    none = "nothing overlaps: the CPU engine copies and computes in one thread of control"
-
+    threads = torch.get_num_threads()
     write_bundle(
         directory,
         name=name,
-        device=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        device=f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}",
         status="measured",
-        notes=f"torch {torch.__version__}, {dtype}, shape {shape.name}; medians of calls",
+        notes=(
+            f"torch {torch.__version__}, {dtype}, shape {shape.name}; kernels alone: medians of calls; engine_*: the "
+            "engine on random weights, fastest of its runs"
+        ),
         tables=tables,
         fits=fits,
-        models={
-            "h2d_fixed_us": (fits["h2d"].fixed_us, "fit of link_runs, host to device"),
-            "h2d_gbps": (fits["h2d"].gbps(), "the same fit"),
-            "d2h_fixed_us": (fits["d2h"].fixed_us, "fit of link_runs, device to host"),
-            "d2h_gbps": (fits["d2h"].gbps(), "the same fit"),
-            "duplex_factor": (1.0, none),
-            "beside_compute_factor": (1.0, none),
-            "hbm_gbps": (fits["sparse_decode_attention"].gbps(), "slope of the fit of sparse_decode_attention"),
-            "key_gbps": (None, "part of topk_us_per_element: bytes of keys and numbers of blocks grow together"),
-            "gemm_weight_gbps": (
-                float(np.median([r["bytes"] / r["median_us"] / 1e3 for r in layer if r["m"] == 1])),
-                "gemm: median of the layer's matrices at batch 1",
-            ),
-            "gemm_tflops": (
-                max(r["flops"] / r["median_us"] / 1e6 for r in layer),
-                "gemm: fastest of the layer's matrices",
-            ),
-            "topk_fixed_us": (fits["selection"].fixed_us / 2, "half the fixed part of selection: two passes"),
-            "topk_us_per_element": (fits["selection"].per_unit_us[0] / 2, "half the per-block part of selection"),
-            "topk_us_per_block": (0.0, "rows run one after another: topk_us_per_element holds it"),
-            "host_per_layer_us": (0.0, "calls are timed whole, Python included"),
-            "host_per_step_us": (0.0, "calls are timed whole, Python included"),
-            "gpu_memory_bytes": (memory, "the host's memory: both tiers are in it"),
-            "host_memory_bytes": (memory, "reported by the operating system"),
-        },
+        models=simulator_numbers(tables["engine_steps"], overhead, fits),
         environment={"device": platform.machine(), "torch": torch.__version__, "python": platform.python_version()},
     )
+
+
+def simulator_numbers(
+    steps: Rows, overhead: dict[str, Any], fits: dict[str, LinearFit]
+) -> dict[str, tuple[float | None, str]]:
+    """The values of models.json, each with how it comes from the tables beside it."""
+    select, attention, matrices = (fits[f"engine_{part}"] for part in ("select", "attention", "matrices"))
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    up, down = fits["h2d"], fits["d2h"]
+    none = "nothing overlaps: the CPU engine copies and computes in one thread of control"
+    whole = "part of topk_us_per_element: bytes of keys and numbers of blocks grow together"
+    products, one_row_us, many_rows_us, flop_us = matrices.per_unit_us
+
+    def rate(per_unit_us: float, scale: float) -> float | None:
+        return scale / per_unit_us if per_unit_us > 0 else None
+
+    return {
+        "h2d_fixed_us": (
+            fetch_fixed_us(steps, up.gbps()),
+            "engine_steps: fetch of a layer beyond its bytes, median of cells",
+        ),
+        "h2d_gbps": (up.gbps(), "fit of link_runs, host to device"),
+        "d2h_fixed_us": (down.fixed_us, "fit of link_runs, device to host"),
+        "d2h_gbps": (down.gbps(), "the same fit"),
+        "duplex_factor": (1.0, none),
+        "beside_compute_factor": (1.0, none),
+        "attention_fixed_us": (attention.fixed_us, "fit of engine_steps: the engine's attention phase"),
+        "hbm_gbps": (rate(attention.per_unit_us[0], 1e-3), "the same fit"),
+        "key_gbps": (None, whole),
+        "gemm_fixed_us": (products, "fit of engine_steps: layer and output head less engine_overhead, a product"),
+        "gemm_weight_gbps": (rate(many_rows_us, 1e-3), "the same fit, more than one row"),
+        "gemv_weight_gbps": (rate(one_row_us, 1e-3), "the same fit, one row"),
+        "gemm_tflops": (rate(flop_us, 1e-6), "the same fit"),
+        "gemm_overlap": (0.0, "the same fit adds reading and multiplying up"),
+        "select_fixed_us": (select.fixed_us, "fit of engine_steps: the engine's selection phase"),
+        "select_us_per_row": (select.per_unit_us[0], "the same fit, a KV head of a sequence"),
+        "topk_fixed_us": (0.0, "in select_fixed_us"),
+        "topk_us_per_element": (select.per_unit_us[1] / 2, "the same fit, half its per-block part: two passes"),
+        "topk_us_per_block": (0.0, "rows run one after another: topk_us_per_element holds it"),
+        "host_per_layer_us": (
+            overhead["other_us"] + overhead["no_miss_us"],
+            "engine_overhead: a layer of a model of next to nothing, outside selection and attention",
+        ),
+        "host_per_step_us": (overhead["rest_us"], "engine_overhead: its step outside the layers"),
+        "gpu_memory_bytes": (memory, "the host's memory: both tiers are in it"),
+        "host_memory_bytes": (memory, "reported by the operating system"),
+    }

@@ -47,18 +47,21 @@ class LinearFit:
         }
 
 
-def _solve(values: np.ndarray, times_us: np.ndarray) -> np.ndarray:
+def _solve(values: np.ndarray, times_us: np.ndarray, through_zero: bool) -> np.ndarray:
     """Non-negative least squares of relative errors: every row is divided by its own time."""
     from scipy.optimize import nnls
 
-    design = np.concatenate([np.ones((len(values), 1)), values], axis=1) / times_us[:, None]
+    ones = np.full((len(values), 1), 0.0 if through_zero else 1.0)
+    design = np.concatenate([ones, values], axis=1) / times_us[:, None]
     scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
     solution, _ = nnls(design / scale, np.ones(len(values)))
     return solution / scale
 
 
-def fit_linear(features: Sequence[str], values: np.ndarray, times_us: np.ndarray) -> LinearFit:
-    """Fit measured ``times_us`` [point] to ``values`` [point, feature].
+def fit_linear(
+    features: Sequence[str], values: np.ndarray, times_us: np.ndarray, *, through_zero: bool = False
+) -> LinearFit:
+    """Fit measured ``times_us`` [point] to ``values`` [point, feature]; ``through_zero`` leaves the fixed part out.
 
     Raises HardwareError with fewer points than coefficients plus one: a leave-one-out error would be meaningless.
     """
@@ -68,11 +71,11 @@ def fit_linear(features: Sequence[str], values: np.ndarray, times_us: np.ndarray
         raise HardwareError(f"a fit over {', '.join(features)} needs at least {needed} points, got {len(times_us)}")
     if not (np.isfinite(times_us).all() and (times_us > 0).all()):
         raise HardwareError("measured times must be finite and above 0")
-    coefficients = _solve(values, times_us)
+    coefficients = _solve(values, times_us, through_zero)
     errors = []
     for left_out in range(len(times_us)):
         keep = np.arange(len(times_us)) != left_out
-        others = _solve(values[keep], times_us[keep])
+        others = _solve(values[keep], times_us[keep], through_zero)
         predicted = others[0] + values[left_out] @ others[1:]
         errors.append(abs(predicted - times_us[left_out]) / times_us[left_out])
     return LinearFit(tuple(features), float(coefficients[0]), tuple(map(float, coefficients[1:])), tuple(errors))

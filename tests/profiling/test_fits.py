@@ -23,6 +23,13 @@ def test_two_features_are_told_apart() -> None:
     assert fit.per_unit_us == pytest.approx((0.25, 2.0), rel=1e-6)
 
 
+def test_through_zero_has_no_fixed_part() -> None:
+    n_bytes = np.array([[1.0], [2.0], [4.0]])
+    fit = fit_linear(["bytes"], n_bytes, 10 + n_bytes[:, 0], through_zero=True)
+    assert fit.fixed_us == 0
+    assert fit.per_unit_us[0] > 1
+
+
 def test_a_knee_shows_in_the_leave_one_out_error() -> None:
     n_bytes = np.array([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]])
     times = np.where(n_bytes[:, 0] < 8, 10.0, 100.0)

@@ -41,7 +41,14 @@ def test_cpu_profile_makes_a_bundle(tmp_path: Path) -> None:
     runs = pd.read_parquet(out / "link_runs.parquet")
     assert (runs["bytes"] == runs["run_bytes"] * runs["n_runs"]).all()
     assert runs["run_bytes"].unique().tolist() == [2 * 64 * 64 * 4]
-    assert set(json.loads((out / "fits.json").read_text())) == {"h2d", "d2h", "sparse_decode_attention", "selection"}
+    alone = {"h2d", "d2h", "sparse_decode_attention", "selection"}
+    inside = {"engine_select", "engine_attention", "engine_matrices"}
+    assert set(json.loads((out / "fits.json").read_text())) == alone | inside
+    steps = pd.read_parquet(out / "engine_steps.parquet")
+    assert (steps["n_layers"] == TINY_CONFIG["num_hidden_layers"]).all()
+    assert (steps["step_us"] <= steps["slowest_run_us"]).all()
+    overhead = pd.read_parquet(out / "engine_overhead.parquet").iloc[0]
+    assert profile.host_per_layer_us == pytest.approx(overhead["other_us"] + overhead["no_miss_us"])
     assert not list(tmp_path.glob("*.partial"))
 
 
