@@ -2,7 +2,7 @@
 # They need Python 3.11 or newer (with venv), gcc and make, and a package registry on the first run.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format structure clean
+.PHONY: help demo bench test lint format structure clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -19,6 +19,7 @@ WORKERS ?= 2
 help:
 	@echo "make demo    capture, check, replay, sweep and report on a real document (out/demo/report.html)"
 	@echo "make test    linters, type checker and all tests"
+	@echo "make bench   profile this CPU, predict the engine's step, measure it, compare (out/validate)"
 	@echo "make lint    linters and type checker alone"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make structure  write docs/structure.md from the docstrings"
@@ -47,6 +48,10 @@ $(DEVELOP): $(RUNTIME)
 
 demo: $(RUNTIME)
 	$(BIN)/nosa demo --out out/demo --overwrite
+
+# The simulator against the engine on this CPU; exit status 1 when the recipe's thresholds are exceeded.
+bench: $(RUNTIME)
+	OMP_NUM_THREADS=1 $(BIN)/nosa validate experiments/validate-cpu.yaml --out out/validate --overwrite
 
 lint: $(DEVELOP)
 	$(BIN)/ruff check .

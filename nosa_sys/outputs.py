@@ -12,7 +12,7 @@ from pathlib import Path
 from nosa_sys.errors import ConfigError
 
 # A directory that holds one of these was made by nosa and may be replaced with --overwrite.
-_OURS = ("meta.json", "replay.json", "prediction.json", "summary.json", "recipe.yaml", "demo.json")
+_OURS = ("meta.json", "replay.json", "prediction.json", "summary.json", "recipe.yaml", "demo.json", "validation.json")
 
 
 def partial_path(path: Path) -> Path:

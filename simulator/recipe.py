@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -24,6 +25,7 @@ from nosa_sys.simulator.locality_model import LocalityModel
 
 MAX_RECIPE_BYTES = 2**20
 MAX_CONFIGURATIONS = 1_000_000
+Model = TypeVar("Model", bound=BaseModel)
 
 Count = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]
@@ -33,11 +35,11 @@ Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Slots = StrictInt | Number | StrictStr
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SparseRecipe(_Strict):
+class SparseRecipe(StrictModel):
     """Budgets of the base configuration, as in SparseConfig; what is left out keeps its default there."""
 
     block_size: Count | None = None
@@ -49,7 +51,7 @@ class SparseRecipe(_Strict):
     select_blocks: CountOrZero | None = None
 
 
-class LocalityRecipe(_Strict):
+class LocalityRecipe(StrictModel):
     """Parameters of the locality model; what is left out keeps its default there."""
 
     popularity_spread: Number | None = None
@@ -64,7 +66,7 @@ class LocalityRecipe(_Strict):
         return LocalityModel(**self.model_dump(exclude_none=True))
 
 
-class SyntheticRecipe(_Strict):
+class SyntheticRecipe(StrictModel):
     """A workload of the locality model."""
 
     model_shape: StrictStr
@@ -77,7 +79,7 @@ class SyntheticRecipe(_Strict):
     distinct_sequences: Count = 4
 
 
-class BaseRecipe(_Strict):
+class BaseRecipe(StrictModel):
     """Where misses come from: exactly one of a trace (a directory, relative to the current one) and synthetic."""
 
     trace: StrictStr | None = None
@@ -90,7 +92,7 @@ class BaseRecipe(_Strict):
         return self
 
 
-class Axes(_Strict):
+class Axes(StrictModel):
     """Values to combine, each with each. The order of fields is the order of rows: the last one varies fastest."""
 
     model_shape: list[StrictStr] | None = None
@@ -131,7 +133,7 @@ class Axes(_Strict):
         return {name: list(v) for name in type(self).model_fields if (v := getattr(self, name)) is not None}
 
 
-class Recipe(_Strict):
+class Recipe(StrictModel):
     """A whole sweep. ``steps`` is the number of decode steps to simulate (default: those of the base)."""
 
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
@@ -179,49 +181,56 @@ def slots_of(value: int | float | str, topk: int) -> int:
 
 def load_recipe(path: str | Path) -> Recipe:
     """Read and check a recipe; ConfigError names the file and the key at fault, with the nearest known one."""
+    return parse_recipe(read_recipe_file(path), str(path))
+
+
+def read_recipe_file(path: str | Path) -> Any:
+    """The YAML of a recipe of any kind, not checked yet; ConfigError where it cannot be read."""
     path = Path(path)
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
             raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than the limit of {MAX_RECIPE_BYTES}")
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from None
-    return parse_recipe(data, str(path))
 
 
 def parse_recipe(data: Any, source: str = "recipe") -> Recipe:
     """Check parsed YAML; see `load_recipe`."""
+    return check_keys(Recipe, data, source, _CHILDREN)
+
+
+def check_keys(kind: type[Model], data: Any, source: str, children: Mapping[str, type[BaseModel]]) -> Model:
+    """Parsed YAML as a recipe of ``kind``; ``children`` are the models below it by key, for the nearest known key."""
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a mapping of keys, not {type(data).__name__}")
     try:
-        return Recipe.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_first_fault(error)}") from None
+        raise ConfigError(f"{source}: {_first_fault(error, kind, children)}") from None
 
 
-def _first_fault(error: ValidationError) -> str:
+def _first_fault(error: ValidationError, kind: type[BaseModel], children: Mapping[str, type[BaseModel]]) -> str:
     # An unknown key explains what is missing elsewhere, so it comes first.
     faults = error.errors(include_url=False, include_context=False, include_input=False)
     fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
     where = ".".join(str(part) for part in fault["loc"]) or "recipe"
     if fault["type"] != "extra_forbidden":
         return f"{where}: {fault['msg'].removeprefix('Value error, ')}"
-    known = _keys_at(fault["loc"][:-1])
+    model = kind
+    for part in fault["loc"][:-1]:
+        model = children.get(str(part), model)
+    known = list(model.model_fields)
     near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.0)
     return f"unknown key {where!r}; did you mean {near[0]!r}? known here: {', '.join(known)}"
 
 
-def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    model: type[BaseModel] = Recipe
-    children: dict[str, type[BaseModel]] = {
-        "base": BaseRecipe,
-        "synthetic": SyntheticRecipe,
-        "sparse": SparseRecipe,
-        "locality": LocalityRecipe,
-        "axes": Axes,
-    }
-    for part in location:
-        model = children.get(str(part), model)
-    return list(model.model_fields)
+_CHILDREN: Mapping[str, type[BaseModel]] = {
+    "base": BaseRecipe,
+    "synthetic": SyntheticRecipe,
+    "sparse": SparseRecipe,
+    "locality": LocalityRecipe,
+    "axes": Axes,
+}

@@ -12,7 +12,7 @@ from rich.progress import TaskID
 from nosa_sys.cli.console import progress as progress_bar
 
 _RATE_SPAN_S = 2.0
-_STAGES = {"load": "loading the model", "prefill": "prefill", "decode": "decode", "replay": "replay", "sweep": "sweep"}
+_STAGES = {"load": "loading the model", "profile": "profiling", "cells": "measuring cells"}
 
 
 class LiveRate:

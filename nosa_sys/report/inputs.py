@@ -1,7 +1,8 @@
-"""What a report is made of: traces, replays, predictions and sweeps found in the directories given."""
+"""What a report is made of: traces, replays, predictions, sweeps and validations found in the directories given."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from nosa_sys.traces.reader import Trace
 from nosa_sys.traces.schema import META_FILE
 
 CAPTURE_FILE = "capture.json"
+VALIDATION_FILE = "validation.json"
+_CELL_KEYS = ("method", "batch", "topk", "context", "slots", "measured_step_us", "predicted_step_us")
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_DEPTH = 3
 # of the keys that the figures read
@@ -61,10 +64,11 @@ class ReportInputs:
     replays: list[dict[str, Any]] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
     sweeps: list[SweepInput] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
-        return not (self.traces or self.replays or self.predictions or self.sweeps)
+        return not (self.traces or self.replays or self.predictions or self.sweeps or self.validations)
 
 
 def load_inputs(paths: Iterable[Path]) -> ReportInputs:
@@ -77,12 +81,12 @@ def load_inputs(paths: Iterable[Path]) -> ReportInputs:
         before = _count(inputs)
         _collect(path, inputs, 0)
         if _count(inputs) == before:
-            raise TraceError(f"{path} holds no trace, replay, prediction or sweep")
+            raise TraceError(f"{path} holds no trace, replay, prediction, sweep or validation")
     return inputs
 
 
 def _count(inputs: ReportInputs) -> int:
-    return len(inputs.traces) + len(inputs.replays) + len(inputs.predictions) + len(inputs.sweeps)
+    return sum(len(getattr(inputs, f.name)) for f in dataclasses.fields(inputs))
 
 
 def _collect(path: Path, inputs: ReportInputs, depth: int) -> None:
@@ -95,6 +99,8 @@ def _collect(path: Path, inputs: ReportInputs, depth: int) -> None:
         inputs.replays.append(_read_result(path / "replay.json"))
     elif (path / "prediction.json").is_file():
         inputs.predictions.append(_read_result(path / "prediction.json"))
+    elif (path / VALIDATION_FILE).is_file():
+        inputs.validations.append(_read_validation(path / VALIDATION_FILE))
     elif (path / "results.parquet").is_file():
         summary = path / "summary.json"
         inputs.sweeps.append(
@@ -129,6 +135,23 @@ def _read_result(path: Path) -> dict[str, Any]:
             value = data.get(name)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
                 raise TraceError(f"{path}: {name}={str(value)[:80]!r} has type {type(value).__name__}")
+    return data
+
+
+def _read_validation(path: Path) -> dict[str, Any]:
+    """A validation whose compared cells have what the figure needs; TraceError names what is missing."""
+    data = read_json(path)
+    cells = data.get("cells")
+    if not isinstance(cells, list) or not isinstance(data.get("errors"), dict):
+        raise TraceError(f"{path} needs a list of cells and a mapping of errors")
+    for row in cells:
+        if not isinstance(row, dict):
+            raise TraceError(f"{path}: a cell must be a mapping")
+        if row.get("error") is None:
+            continue
+        missing = [key for key in _CELL_KEYS if row.get(key) is None]
+        if missing:
+            raise TraceError(f"{path}: a compared cell lacks {missing[0]}")
     return data
 
 

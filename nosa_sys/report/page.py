@@ -19,6 +19,7 @@ from nosa_sys.report.replay_figures import replay_figures
 from nosa_sys.report.sweep_figures import sweep_figures
 from nosa_sys.report.time_figures import prediction_figure
 from nosa_sys.report.trace_figures import trace_figures
+from nosa_sys.report.validation_figures import validation_figures
 from nosa_sys.report.what_if import what_if_rows
 
 _STATUS_TEXT = {
@@ -71,6 +72,7 @@ def build_page(inputs: ReportInputs, *, title: str = "NOSA report") -> Page:
     figures += replay_figures(inputs.replays)
     figures += prediction_figure(inputs.predictions)
     figures += sweep_figures(inputs.sweeps, inputs.traces)
+    figures += validation_figures(inputs.validations)
     body = [
         f"<h1>{html.escape(title)}</h1>",
         '<p class="lead">Every figure says how far to trust it: '

@@ -51,6 +51,11 @@ def provenance_rows(inputs: ReportInputs) -> list[list[Any]]:
                 f"{prediction.get('status')}, hardware {prediction.get('hardware')}: {'; '.join(map(str, notes))}",
             ]
         )
+    for validation in inputs.validations:
+        for key in ("status", "device", "hardware", "hardware_device", "model_shape", "weights", "exceeded"):
+            if value := validation.get(key):
+                text = "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+                rows.append([f"validation {validation.get('name')}", key, text])
     seen: list[str] = []
     for replay in inputs.replays:
         for assumption in replay.get("assumptions", []):
