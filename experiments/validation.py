@@ -14,9 +14,9 @@ import pandas as pd
 import torch
 
 from nosa_sys.engine.phases import ATTENTION, H2D, OTHER, SELECT
-from nosa_sys.errors import CapacityError, HardwareError, NosaError
+from nosa_sys.errors import CapacityError, NosaError
 from nosa_sys.experiments.capture import device_name
-from nosa_sys.experiments.validation_recipe import CellRecipe, ValidationRecipe
+from nosa_sys.experiments.validation_recipe import ValidationRecipe
 from nosa_sys.machine import versions
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.models.llama import LlamaModel
@@ -24,7 +24,7 @@ from nosa_sys.models.load import load_model
 from nosa_sys.models.random import random_model
 from nosa_sys.profiling.cpu_engine import CELL_KEYS, cell_key, float32_shape
 from nosa_sys.profiling.cpu_profile import profile_cpu
-from nosa_sys.profiling.engine_cell import CellRun, EngineCell, measure_cell, traffic
+from nosa_sys.profiling.engine_cell import CellRun, EngineCell, measure_cells, traffic
 from nosa_sys.simulator.hardware import HardwareProfile, load_hardware
 from nosa_sys.simulator.memory import memory_use
 from nosa_sys.simulator.prediction import Prediction
@@ -52,12 +52,7 @@ def validate(
     if place is None:
         place = str(_profile(directory, model.shape, recipe.seed, progress))
     profile = load_hardware(place)
-    seen = calibrated_cells(Path(place))
-    rows = []
-    for index, cell in enumerate(recipe.cells):
-        progress("cells", index, len(recipe.cells))
-        rows.append(_row(cell, recipe, index, model, profile, seen))
-    progress("cells", len(rows), len(rows))
+    rows = _rows(recipe, model, profile, calibrated_cells(Path(place)), progress)
     document = _document(recipe, rows, profile, model.shape)
     pd.DataFrame(rows).to_parquet(directory / CELLS_FILE, compression="zstd", index=False)
     text = json.dumps(document, indent=1, allow_nan=False)
@@ -96,28 +91,47 @@ def calibrated_cells(bundle: Path) -> set[tuple[Any, ...]]:
     return set(pd.read_parquet(table, columns=list(CELL_KEYS)).itertuples(index=False, name=None))
 
 
-def _row(
-    recipe: CellRecipe,
-    whole: ValidationRecipe,
-    index: int,
+def _rows(
+    recipe: ValidationRecipe,
     model: LlamaModel,
     profile: HardwareProfile,
     seen: set[tuple[Any, ...]],
-) -> dict[str, Any]:
-    """One cell, measured and predicted; ``failed`` says why a cell has no comparison, or that its bytes differ."""
-    cell = EngineCell(
-        recipe.sparse(), recipe.method, recipe.batch, recipe.context, recipe.n_slots(), recipe.policy, whole.steps
-    )
-    row: dict[str, Any] = {"cell": index, **cell_key(cell), "policy": recipe.policy, "failed": None}
-    try:
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """A row a cell, measured and predicted; ``failed`` says why one has no comparison, or that its bytes differ."""
+    rows: list[dict[str, Any]] = []
+    cells: dict[int, EngineCell] = {}
+    for index, given in enumerate(recipe.cells):
+        cell = EngineCell(
+            given.sparse(), given.method, given.batch, given.context, given.n_slots(), given.policy, recipe.steps
+        )
+        row = {"cell": index, **cell_key(cell), "policy": given.policy, "failed": None}
+        rows.append(row)
         if tuple(row[name] for name in CELL_KEYS) in seen:
-            raise HardwareError("calibration used this cell, so it validates nothing; change its batch, k or context")
-        row |= _capacity(cell, model.shape, profile)
-        with tempfile.TemporaryDirectory() as scratch:
-            run = measure_cell(model, cell, Path(scratch), runs=whole.runs, seed=whole.seed + index)
-            return row | compare(run, simulate(run.trace, hardware=profile))
-    except NosaError as error:
-        return row | {"failed": str(error)}
+            row["failed"] = "calibration used this cell, so it validates nothing; change its batch, k or context"
+            continue
+        try:
+            row |= _capacity(cell, model.shape, profile)
+            cells[index] = cell
+        except CapacityError as error:
+            row["failed"] = str(error)
+    with tempfile.TemporaryDirectory() as scratch:
+        found = measure_cells(
+            model,
+            list(cells.values()),
+            Path(scratch),
+            runs=recipe.runs,
+            seed=recipe.seed,
+            heard=lambda n_done: progress("cells", n_done, recipe.runs * len(cells)),
+        )
+        for index, run in zip(cells, found, strict=True):
+            try:
+                if isinstance(run, NosaError):
+                    raise run
+                rows[index] |= compare(run, simulate(run.trace, hardware=profile))
+            except NosaError as error:
+                rows[index]["failed"] = str(error)
+    return rows
 
 
 def _capacity(cell: EngineCell, shape: ModelShape, profile: HardwareProfile) -> dict[str, Any]:

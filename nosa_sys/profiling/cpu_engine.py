@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from nosa_sys.engine.phases import ATTENTION, H2D, OTHER, SELECT
+from nosa_sys.errors import NosaError
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.models.random import random_model
-from nosa_sys.profiling.engine_cell import CellRun, EngineCell, measure_cell
+from nosa_sys.profiling.engine_cell import CellRun, EngineCell, measure_cells
 from nosa_sys.profiling.fits import LinearFit, fit_linear
 from nosa_sys.simulator.cost_model import LAYER_PRODUCTS
 from nosa_sys.sparse_config import SparseConfig
@@ -56,16 +57,16 @@ def small_shape(shape: ModelShape) -> ModelShape:
 
 def engine_points(shape: ModelShape, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(table, row) of every calibration cell: ``engine_overhead`` on the small model, then ``engine_steps``."""
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch)
-        for table, sizes, cells in (
-            ("engine_overhead", small_shape(shape), CALIBRATION_CELLS[:1]),
-            ("engine_steps", shape, CALIBRATION_CELLS),
-        ):
-            model = random_model(sizes, seed)
-            for index, values in enumerate(cells):
-                cell = calibration_cell(*values)
-                run = measure_cell(model, cell, place / f"{table}-{index}", runs=_RUNS, seed=seed + index)
+    for table, sizes, values in (
+        ("engine_overhead", small_shape(shape), CALIBRATION_CELLS[:1]),
+        ("engine_steps", shape, CALIBRATION_CELLS),
+    ):
+        model = random_model(sizes, seed)
+        cells = [calibration_cell(*value) for value in values]
+        with tempfile.TemporaryDirectory() as scratch:
+            for cell, run in zip(cells, measure_cells(model, cells, Path(scratch), runs=_RUNS, seed=seed), strict=True):
+                if isinstance(run, NosaError):
+                    raise run
                 yield table, engine_row(model, cell, run)
 
 

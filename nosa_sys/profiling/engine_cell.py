@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from nosa_sys.engine.engine import Engine
 from nosa_sys.engine.phases import PHASES
 from nosa_sys.engine.recorder import Recorder
 from nosa_sys.engine.sequence import SequenceState
-from nosa_sys.errors import HardwareError
+from nosa_sys.errors import HardwareError, NosaError
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.reader import Trace
@@ -113,13 +114,40 @@ def warm_times(trace: Trace) -> CellTimes:
     return CellTimes(step_us, phases, step_us - sum(phases.values()), (step_us,))
 
 
-def measure_cell(model: LlamaModel, cell: EngineCell, directory: Path, *, runs: int, seed: int) -> CellRun:
-    """The fastest of ``runs`` runs. The misses of all are equal, since they decode the same tokens: held here."""
-    states = prefilled(model, cell, seed)
-    found = [run_cell(model, cell, states, directory / f"run-{run}") for run in range(runs)]
+def measure_cells(
+    model: LlamaModel,
+    cells: Sequence[EngineCell],
+    directory: Path,
+    *,
+    runs: int,
+    seed: int,
+    heard: Callable[[int], None] = lambda n_done: None,
+) -> list[CellRun | NosaError]:
+    """The fastest of ``runs`` runs of every cell, or the error that stopped it; ``heard`` gets the runs done.
+
+    Runs go round the cells, so that a spell of other load on the machine takes one run of several cells, not every
+    run of one. The misses of a cell's runs are equal, since they decode the same tokens: held here.
+    """
+    found: list[list[CellRun]] = [[] for _ in cells]
+    errors: dict[int, NosaError] = {}
+    states: dict[int, list[SequenceState]] = {}
+    for turn in range(runs):
+        for index, cell in enumerate(cells):
+            try:
+                if index not in errors:
+                    if turn == 0:
+                        states[index] = prefilled(model, cell, seed + index)
+                    found[index].append(run_cell(model, cell, states[index], directory / f"cell-{index}-run-{turn}"))
+            except NosaError as error:
+                errors[index] = error
+            heard(turn * len(cells) + index + 1)
+    return [errors[index] if index in errors else _fastest(own) for index, own in enumerate(found)]
+
+
+def _fastest(found: list[CellRun]) -> CellRun | NosaError:
     moved = {traffic(run.trace) for run in found}
     if len(moved) > 1:
-        raise HardwareError(f"runs of one cell moved different bytes: {sorted(moved)}")
+        return HardwareError(f"runs of one cell moved different bytes: {sorted(moved)}")
     best = min(found, key=lambda run: run.times.step_us)
     times = dataclasses.replace(best.times, run_us=tuple(run.times.step_us for run in found))
     return dataclasses.replace(best, times=times)
