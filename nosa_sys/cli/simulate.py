@@ -55,7 +55,7 @@ def command(
 ) -> None:
     """Price a trace on hardware: step time, exposed and hidden transfers, tokens/s, what limits it.
 
-    Example: [bold]nosa simulate out/trace --hardware h200-provisional --model-shape nosa-8b --batch 32[/bold]
+    Example: [bold]nosa simulate out/trace --hardware h200 --model-shape nosa-8b --batch 32[/bold]
     """
     known = [*field_names(BudgetFlags, CacheFlags), *_OWN_KEYS]
     settings = Settings(read_yaml_mapping(config, known) if config else {})
