@@ -76,16 +76,28 @@ def encode_prompts(request: CaptureRequest, tokenizer: Tokenizer) -> list[list[i
 
 
 def run_capture(
-    request: CaptureRequest, directory: Path, progress: Progress, loaded: LoadedModel | None = None
+    request: CaptureRequest,
+    directory: Path,
+    progress: Progress,
+    loaded: LoadedModel | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Capture into ``directory`` (made by the caller) and return the summary, also left there as capture.json.
 
-    ``loaded`` saves loading the model again. Raises NosaError for whatever the user can mend.
+    ``loaded`` saves loading the model again; ``warn`` hears before the work begins what may spoil it. Raises NosaError
+    for whatever the user can mend.
     """
     if loaded is None:
         progress("load", 0, 0)
         loaded = open_model(request)
     prompts = encode_prompts(request, loaded.tokenizer)
+    trained = loaded.model.config.max_positions
+    longest = max(map(len, prompts)) + request.max_new_tokens
+    if warn is not None and longest > trained:
+        warn(
+            f"contexts will reach {longest} tokens and the model was made for {trained}: expect poor text; "
+            "--max-prompt-tokens cuts the prompt"
+        )
     forced = _forced_tokens(request, loaded.tokenizer)
     facts = {
         "device": device_name(request.device),

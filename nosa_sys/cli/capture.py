@@ -85,7 +85,7 @@ def command(
             whole_directory(out_dir, overwrite=overwrite, keep_when_interrupted=True) as partial,
             DecodeProgress(out.stderr()) as progress,
         ):
-            document = run_capture(request, partial, progress)
+            document = run_capture(request, partial, progress, warn=progress.warn)
     except KeyboardInterrupt:
         kept = partial_path(out_dir)
         out.stderr().print(

@@ -46,6 +46,10 @@ class DecodeProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._bar.stop()
 
+    def warn(self, text: str) -> None:
+        """A line above the bar."""
+        self._bar.console.print(f"note: {text}", soft_wrap=True)
+
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage or self._task is None:
             if self._task is not None:

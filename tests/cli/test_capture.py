@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,20 @@ def test_capture_leaves_a_whole_trace_and_a_summary(nosa: Nosa, checkpoint: Path
     assert trace.meta.complete
     assert int(trace.selections.h2d_bytes.sum()) == document["h2d_bytes"]
     assert {p.name for p in tmp_path.iterdir()} == {"trace"}, "no partial directory is left"
+
+
+def test_a_context_past_the_models_own_is_named_before_the_work(
+    nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    short = tmp_path / "short"
+    shutil.copytree(checkpoint, short)
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40}))
+    arguments = ("capture", "--prompt-file", prompt, "--max-new-tokens", 2, "--ignore-eos", *BUDGETS, *KERNEL)
+    warned = nosa(*arguments, "--model", short, "--out", tmp_path / "a")
+    assert warned.status == 0, warned.err
+    assert "the model was made for 40" in warned.err
+    assert "the model was made for" not in nosa(*arguments, "--model", checkpoint, "--out", tmp_path / "b").err
 
 
 def test_case_10_a_run_that_was_never_sparse_says_so(nosa: Nosa, checkpoint: Path, tmp_path: Path) -> None:
