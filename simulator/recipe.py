@@ -22,6 +22,7 @@ from pydantic import (
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.simulator.locality_model import LocalityModel
+from nosa_sys.slot_count import slots_of
 
 MAX_RECIPE_BYTES = 2**20
 MAX_CONFIGURATIONS = 1_000_000
@@ -159,24 +160,6 @@ class Recipe(StrictModel):
     @property
     def n_configurations(self) -> int:
         return math.prod(len(values) for values in self.axes.given().values())
-
-
-def slots_of(value: int | float | str, topk: int) -> int:
-    """Slots from an absolute count (whole number) or a multiple of topk (1.25, "1.25x").
-
-    >>> slots_of(80, 64), slots_of(1.25, 64), slots_of("2x", 64)
-    (80, 80, 128)
-    """
-    if isinstance(value, int):
-        return value
-    text = value.rstrip("xk ") if isinstance(value, str) else value
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = math.nan
-    if not math.isfinite(factor) or not 1 <= factor <= 2**20:
-        raise ValueError(f"slots={value!r} must be a whole number of blocks or a multiple of topk >= 1, such as 1.25x")
-    return math.ceil(factor * topk - 1e-9)
 
 
 def load_recipe(path: str | Path) -> Recipe:

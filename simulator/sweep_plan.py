@@ -10,8 +10,9 @@ from nosa_sys.errors import ConfigError, NosaError
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.hardware import HardwareProfile, load_hardware
-from nosa_sys.simulator.recipe import Recipe, slots_of
+from nosa_sys.simulator.recipe import Recipe
 from nosa_sys.simulator.sources import Request, SyntheticWorkload
+from nosa_sys.slot_count import slots_of
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.schema import TraceMeta
 

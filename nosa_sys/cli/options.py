@@ -68,7 +68,8 @@ class CacheFlags:
 
     method: Annotated[str | None, _option("--method", panel=_CACHE, text="nosa, infllmv2, dma or full.")] = None
     slots: Annotated[
-        int | None, _option("--slots", panel=_CACHE, text="Device block slots per head, >= k (default k).")
+        str | None,
+        _option("--slots", panel=_CACHE, text="Device block slots per head, >= k (default); 1.5x for 1.5 k."),
     ] = None
     policy: Annotated[
         str | None, _option("--policy", panel=_CACHE, text="exact (slots = k), lru, beta; belady in replay.")

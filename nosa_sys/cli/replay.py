@@ -14,6 +14,7 @@ from nosa_sys.cli.options import BudgetFlags, CacheFlags, ConfigFile, DryRun, Js
 from nosa_sys.cli.settings import Settings, read_yaml_mapping
 from nosa_sys.experiments.replays import ReplayRequest, default_policy, default_slots, replay_document
 from nosa_sys.outputs import check_output, whole_directory
+from nosa_sys.slot_count import slots_of
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.schema import TraceMeta
 
@@ -75,7 +76,9 @@ def resolve_cache(
 ) -> tuple[int, str]:
     """(slots, policy): as captured where the budgets are, else the captured ratio slots / k and a fitting policy."""
     same = sparse == meta.sparse and method == meta.method
-    slots = settings.pick("slots", cache.slots, default_slots(meta, sparse), "trace" if same else "derived")
+    given, origin = settings.find("slots", cache.slots, None)
+    slots = default_slots(meta, sparse) if given is None else slots_of(given, sparse.topk)
+    settings.note("slots", slots, origin or ("trace" if same else "derived"))
     kept = same and slots == meta.slots
     policy = meta.policy if kept else default_policy(meta, sparse, slots)
     return slots, settings.pick("policy", cache.policy, policy, "trace" if kept else "derived")

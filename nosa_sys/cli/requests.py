@@ -11,6 +11,7 @@ from nosa_sys.cli.settings import Settings
 from nosa_sys.errors import ConfigError
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import DTYPE_BYTES, PRESETS, ModelShape
+from nosa_sys.slot_count import slots_of
 from nosa_sys.sparse_config import SparseConfig
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def build_request(
     sparse = resolve_budgets(budgets, settings, SparseConfig(), "default")
     method = settings.pick("method", cache.method, "nosa")
     get_method(method).check(sparse)
-    slots, slots_origin = settings.find("slots", cache.slots, int)
+    given, slots_origin = settings.find("slots", cache.slots, None)
+    slots = None if given is None else slots_of(given, sparse.topk)
     dense = get_method(method).dense
     if not dense:
         settings.note("slots", sparse.topk if slots is None else slots, slots_origin or "derived: k")

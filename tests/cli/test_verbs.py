@@ -159,3 +159,17 @@ def test_help_has_an_example_for_every_verb(nosa: Nosa) -> None:
         assert result.status == 0
         assert "Example:" in result.out, verb
         assert f"nosa {' '.join(verb)}" in " ".join(result.out.split()), verb
+
+
+@pytest.mark.parametrize(("given", "slots"), [("9", 9), ("1.5x", 9), ("1.5", 9), ("2x", 12)])
+def test_slots_as_a_number_or_a_multiple_of_k(nosa: Nosa, trace: Path, given: str, slots: int) -> None:
+    document = nosa("replay", trace, "--slots", given, "--policy", "lru", "--json").document
+    assert document["sparse"]["topk"] == 6
+    assert document["slots"] == slots
+
+
+@pytest.mark.parametrize("given", ["half", "0.5x", "nan", "-3", "1e9x"])
+def test_slots_that_are_neither_are_refused(nosa: Nosa, trace: Path, given: str) -> None:
+    result = nosa("replay", trace, "--slots", given)
+    assert result.status == 2
+    assert "slots=" in result.err.splitlines()[-1]
