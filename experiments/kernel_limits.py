@@ -18,13 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from nosa_sys.kernels.bench import ceilings, format_row, linear_fit
+from nosa_sys.kernels.bench import ceilings, format_row
 from nosa_sys.kernels.block_fetch.bulk import DEFAULT_BULK_CTAS
 from nosa_sys.kernels.registry import OPERATION_MODULES
 from nosa_sys.kernels.timing import environment, time_in_graph
 from nosa_sys.methods import get_method
+from nosa_sys.profiling.fits import fit_linear
 from nosa_sys.sparse_config import SparseConfig
 
 FETCH_COUNTS = (64, 256, 1024, 2048, 4096, 8192)
@@ -75,13 +77,13 @@ def fetch_fit(ceiling_gbps: float) -> Iterator[dict[str, Any]]:
             if n == 64:
                 limit = 1.1 * (2.9 + n * run_bytes / ceiling_gbps / 1e3)
                 yield {"what": "fetch_64", "run_bytes": run_bytes, "median_us": microseconds, "limit_us": limit}
-        fixed_us, slope_gbps = linear_fit(sizes, times)
+        fit = fit_linear(["bytes"], np.array(sizes)[:, None], np.array(times))
         yield {
             "what": "fetch_fit",
             "run_bytes": run_bytes,
-            "fixed_us": fixed_us,
-            "slope_gbps": slope_gbps,
-            "share_of_ceiling": slope_gbps / ceiling_gbps,
+            "fixed_us": fit.fixed_us,
+            "slope_gbps": fit.gbps(),
+            "share_of_ceiling": fit.gbps() / ceiling_gbps,
         }
 
 

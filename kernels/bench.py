@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,18 +88,6 @@ def bench_kernels(
             for index, case in enumerate(c for c in operation.cases() if "bench" in c.uses):
                 yield bench_case(operation, case, ceiling, seed + index)
                 torch.cuda.empty_cache()
-
-
-def linear_fit(n_bytes: list[int], times_us: list[float]) -> tuple[float, float]:
-    """t = t0 + bytes / slope over measured points, least squares of relative errors; (t0_us, slope in GB/s)."""
-    weights = [1.0 / t**2 for t in times_us]
-    total = math.fsum(weights)
-    mean_x = math.fsum(w * x for w, x in zip(weights, n_bytes, strict=True)) / total
-    mean_y = math.fsum(w * y for w, y in zip(weights, times_us, strict=True)) / total
-    points = list(zip(weights, n_bytes, times_us, strict=True))
-    covariance = math.fsum(w * (x - mean_x) * (y - mean_y) for w, x, y in points)
-    per_byte_us = covariance / math.fsum(w * (x - mean_x) ** 2 for w, x, _ in points)
-    return mean_y - per_byte_us * mean_x, 1e-3 / per_byte_us
 
 
 def format_row(row: dict[str, Any]) -> str:

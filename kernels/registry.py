@@ -27,7 +27,3 @@ def load_operation(name: str) -> list[Operation]:
     module = import_module(f"nosa_sys.kernels.{name}.cases")
     operations = getattr(module, "OPERATIONS", None)
     return list(operations) if operations is not None else [module.OPERATION]
-
-
-def load_operations(names: tuple[str, ...] = OPERATION_MODULES) -> list[Operation]:
-    return [operation for name in names for operation in load_operation(name)]

@@ -61,10 +61,6 @@ class ModelShape:
         """Bytes of one KV block of one head, K and V: 2 * block * D * e."""
         return 2 * block_size * self.head_dim * DTYPE_BYTES[dtype or self.dtype]
 
-    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """KV bytes of one token over all layers and KV heads."""
-        return self.n_layers * self.n_kv_heads * self.kv_block_bytes(1, dtype)
-
     @property
     def layer_params(self) -> int:
         """Matrix parameters of one layer: q, k, v, o projections and the gated MLP."""

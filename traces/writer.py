@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nosa_sys.errors import TraceError
-from nosa_sys.traces.perfetto import write_timeline_file
 from nosa_sys.traces.schema import META_FILE, REQUIRED_TABLES, SCHEMAS, TIMELINE_FILE, TraceMeta
 
 # Parts are flushed together in this order: a step counts as whole only when its `steps` row is on disk, so that
@@ -124,10 +123,6 @@ class TraceWriter:
         TraceMeta.from_dict(self.meta.to_dict())
         self.meta.save(self.directory)
         self._closed = True
-
-    def write_timeline(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Write ``timeline.json.gz`` (Chrome trace events), whole or not at all."""
-        write_timeline_file(self.directory / TIMELINE_FILE, events)
 
     def __enter__(self) -> TraceWriter:
         return self

@@ -1,4 +1,4 @@
-"""``nosa trace``: check whether a trace keeps its rules and the locality bound; recover one from a killed run."""
+"""``nosa trace``: does a trace keep its rules and the locality bound; its statistics; recovery of a killed run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from nosa_sys.cli import console as out
 from nosa_sys.cli.options import JsonFlag, Overwrite
 from nosa_sys.errors import ConfigError
 from nosa_sys.outputs import check_output, partial_path, whole_directory
+
+_FRAMES = (
+    ("origins", "blocks by origin", ("origin", "n_blocks", "share", "n_misses", "miss_share")),
+    ("by_layer", "by layer", ("layer", "gamma_macro_mean", "misses_per_row")),
+)
 
 app = typer.Typer(help="Work on trace directories.", no_args_is_help=True)
 
@@ -61,6 +66,33 @@ def check(
             soft_wrap=True,
         )
         raise typer.Exit(1)
+
+
+@app.command("stats")
+def stats(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A trace directory.")],
+    json: JsonFlag = False,
+) -> None:
+    """Gamma, misses, bytes, reuse and origins of a trace; --json adds every layer, head and step.
+
+    Example: [bold]nosa trace stats out/trace[/bold]
+    """
+    from nosa_sys.traces.reader import Trace
+    from nosa_sys.traces.statistics import trace_statistics
+
+    trace = Trace.open(directory)
+    document = trace_statistics(trace).to_dict()
+    console = out.human(json)
+    figures = [(name, value) for name, value in document.items() if not isinstance(value, (list, dict))]
+    title = f"{trace.meta.status} on {trace.meta.device or 'an unnamed device'}"
+    console.print(out.table(title, ("figure", "value"), figures))
+    for name, title, columns in _FRAMES:
+        rows = [[str(record[columns[0]]), *(record[c] for c in columns[1:])] for record in document[name]]
+        console.print(out.table(f"{title} (warm rows)", columns, rows))
+    for note in document["notes"]:
+        console.print(f"note: {note}")
+    if json:
+        out.print_json({"status": trace.meta.status, **document})
 
 
 @app.command("recover")

@@ -173,3 +173,16 @@ def test_slots_that_are_neither_are_refused(nosa: Nosa, trace: Path, given: str)
     result = nosa("replay", trace, "--slots", given)
     assert result.status == 2
     assert "slots=" in result.err.splitlines()[-1]
+
+
+def test_trace_stats_agree_with_the_rows(nosa: Nosa, trace: Path) -> None:
+    document = nosa("trace", "stats", trace, "--json").document
+    rows = Trace.open(trace).table("selections").to_pandas()
+    warm = rows[~rows["cold"]]
+    assert document["status"] == "measured"
+    assert document["misses_total"] == rows["n_misses"].sum()
+    assert document["gamma_macro_mean"] == pytest.approx(warm["gamma"].mean())
+    assert document["h2d_bytes_warm"] == warm["h2d_bytes"].sum()
+    assert sum(origin["n_blocks"] for origin in document["origins"]) == warm["block_ids"].str.len().sum()
+    by_layer = warm.groupby("layer")["n_misses"].mean()
+    assert [layer["misses_per_row"] for layer in document["by_layer"]] == pytest.approx(by_layer.tolist())
