@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.phases import ATTENTION, H2D, OTHER, SELECT, PhaseClock
-from nosa_sys.engine.plan import LayerPlan, StepLayout, StepPlan
+from nosa_sys.engine.plan import LayerPlan, StepBatch, StepLayout, StepPlan, collect_layers, make_layout
 from nosa_sys.engine.policies import Policy
 from nosa_sys.engine.schedules import Schedule
 from nosa_sys.errors import NumericsError
@@ -47,11 +47,12 @@ class DecodeRunner:
         self._measure = model.device.type == "cpu"
 
     @torch.inference_mode()
-    def step(self, layout: StepLayout, tokens: list[int]) -> tuple[Tensor, StepPlan]:
-        """Consume ``tokens`` [batch] at the layout's positions; returns logits [batch, vocab] and the plan."""
+    def step(self, batch: StepBatch, tokens: list[int]) -> tuple[Tensor, StepPlan]:
+        """Consume ``tokens`` [batch] at the batch's positions; returns logits [batch, vocab] and the plan."""
         start = time.perf_counter()
-        model = self.model
-        everything = self._select_all(layout) if layout.all_dense else None
+        model, memory = self.model, self.memory
+        layout = make_layout(batch, self.cfg, memory.n_kv_heads, memory.slots.n_slots, model.device)
+        everything = self._select_all(layout) if batch.all_dense else None
         x = model.embed(torch.tensor(tokens, device=model.device))
         layers = []
         for index in range(model.n_layers):
@@ -74,13 +75,15 @@ class DecodeRunner:
         logits = model.logits(x)
         if not self._measure:
             torch.cuda.synchronize(model.device)
-        return logits, StepPlan(layout, layers, (time.perf_counter() - start) * 1e6)
+        return logits, collect_layers(batch, layers, (time.perf_counter() - start) * 1e6)
 
     def _select_all(self, layout: StepLayout) -> Selection:
         """The selection of a step whose rows all select everything: the same in every layer."""
-        nothing = torch.zeros((layout.batch, self.memory.n_kv_heads, layout.max_blocks), device=self.model.device)
+        nothing = torch.zeros(
+            (layout.rows.size, self.memory.n_kv_heads, layout.rows.max_blocks), device=self.model.device
+        )
         whole = select_blocks(nothing, nothing, layout.n_blocks_t, self.cfg, self.method)
-        width = layout.max_blocks
+        width = layout.rows.max_blocks
         return Selection(whole.block_ids[..., :width], whole.origins[..., :width], whole.counts)
 
 
@@ -109,8 +112,8 @@ class _LayerStep:
         """Let the token into the device-side context, and complete the windows that it ends."""
         layout, context = self.layout, self.memory.context
         context.append_tokens(self.layer, layout.lanes_t, layout.positions_t, k, beta)
-        if layout.windows_done:
-            rows = layout.windows_done
+        if layout.rows.windows_done:
+            rows = layout.rows.windows_done
             means = context.complete_windows(self.layer, layout.lanes_t[rows], layout.lengths_t[rows])
             if self.runner.record_scores:
                 self.new_beta_means = means
@@ -127,30 +130,32 @@ class _LayerStep:
 
     def _select(self) -> tuple[Selection, Tensor | None]:
         runner, layout, context = self.runner, self.layout, self.memory.context
-        if runner.record_scores or (runner._ranks_query and not layout.all_dense):
-            key_means = layout.over_lanes(context.key_means[self.layer])[:, :, : layout.max_windows]
+        if runner.record_scores or (runner._ranks_query and not layout.rows.all_dense):
+            key_means = layout.over_lanes(context.key_means[self.layer])[:, :, : layout.rows.max_windows]
             scores = stage1_scores(self.q, key_means, layout.n_windows_t)
             if runner.record_scores:
                 self.window_scores = scores
         if self._everything is not None:
             return self._everything, None
-        n_windows, n_blocks = layout.n_windows_t, layout.max_blocks
+        n_windows, n_blocks = layout.n_windows_t, layout.rows.max_blocks
         pooled_scores = pooled_betas = None
         if runner._ranks_query:
             pooled_scores = pool_windows(scores, n_windows, n_blocks, self.cfg)
         if runner._ranks_beta:
-            beta_means = layout.over_lanes(context.beta_means[self.layer])[:, :, : layout.max_windows]
+            beta_means = layout.over_lanes(context.beta_means[self.layer])[:, :, : layout.rows.max_windows]
             pooled_betas = pool_windows(beta_means, n_windows, n_blocks, self.cfg)
         # a ranking that the method does not use is never looked at: the other one stands in its place
         scores_in = pooled_betas if pooled_scores is None else pooled_scores
         betas_in = pooled_scores if pooled_betas is None else pooled_betas
         if scores_in is None or betas_in is None:  # forced blocks alone fill the budget
-            scores_in = betas_in = torch.zeros((layout.batch, self.memory.n_kv_heads, n_blocks), device=self.q.device)
+            scores_in = betas_in = torch.zeros(
+                (layout.rows.size, self.memory.n_kv_heads, n_blocks), device=self.q.device
+            )
         try:
             selection = select_blocks(scores_in, betas_in, layout.n_blocks_t, self.cfg, runner.method)
         except NumericsError as error:
             raise NumericsError(
-                f"layer {self.layer}, step {layout.step}, rows = sequences {layout.sequences}: {error}"
+                f"layer {self.layer}, step {layout.rows.step}, rows = sequences {layout.rows.sequences}: {error}"
             ) from None
         return selection, pooled_betas
 
@@ -161,7 +166,7 @@ class _LayerStep:
         rank = policy.rank(old, slots.last_use[self.layer][index][..., :n_slots], pooled_betas)
         wanted = self.selection.block_ids
         update = update_slots(old.flatten(0, 1), wanted.flatten(0, 1), rank.flatten(0, 1), policy.keep_unwanted)
-        shape = (layout.batch, heads, -1)
+        shape = (layout.rows.size, heads, -1)
         new, wanted_slots = update.slot_blocks.view(shape), update.wanted_slots.view(shape).long()
         base = layout.row_base
         if slots.poisons:
@@ -170,7 +175,7 @@ class _LayerStep:
         slots.blocks[self.layer][index] = new
         if policy.ranks_by_use:
             padded = torch.where(wanted_slots >= 0, wanted_slots, n_slots)
-            slots.last_use[self.layer][layout.lanes_t[:, None, None], layout.heads[:, None], padded] = layout.step
+            slots.last_use[self.layer][layout.lanes_t[:, None, None], layout.heads[:, None], padded] = layout.rows.step
         self.slot_rows = torch.where(wanted_slots >= 0, wanted_slots + base, -1)
         self._plan_loads(update.load_blocks.view(shape), update.load_slots.view(shape), update.n_loads)
 
@@ -179,7 +184,7 @@ class _LayerStep:
         layout, heads = self.layout, self.memory.n_kv_heads
         width = int(n_loads.max())
         if width == 0:
-            self.n_misses = n_loads.view(layout.batch, heads)
+            self.n_misses = n_loads.view(layout.rows.size, heads)
             return
         blocks, slots = blocks[..., :width], slots[..., :width]
         missed = (blocks >= 0) & (blocks != layout.current_t[:, None, None])
@@ -197,8 +202,8 @@ class _LayerStep:
         """Write the token's row into the slot of the current block, the last one of the ascending selection."""
         layout, slots = self.layout, self.memory.slots
         self.current_rows = self.slot_rows.gather(-1, layout.last_pick)[..., 0]
-        if slots.poisons and any(layout.born):
-            born = torch.tensor(layout.born, device=self.q.device)
+        if slots.poisons and any(layout.rows.born):
+            born = torch.tensor(layout.rows.born, device=self.q.device)
             slots.poison_rows(self.layer, self.current_rows[born].flatten())
         slots.kv[self.layer][self.current_rows, :, layout.offsets] = torch.stack((k, v), dim=2)
         slots.betas[self.layer][self.current_rows, layout.offsets] = beta
@@ -228,9 +233,9 @@ class _LayerStep:
     def write_back_filled(self) -> None:
         """Blocks that this token filled: slots -> host pool, once; they stay resident."""
         layout = self.layout
-        if not layout.n_written_back:
+        if not layout.rows.n_written_back:
             return
-        filled = torch.tensor([row for row, full in enumerate(layout.filled) if full], device=self.q.device)
+        filled = torch.tensor([row for row, full in enumerate(layout.rows.filled) if full], device=self.q.device)
         pages = self.memory.page_table[layout.lanes_t[filled], layout.current_t[filled]]
         host_rows = pages[:, None] * self.memory.n_kv_heads + layout.heads
         write_back(

@@ -14,7 +14,7 @@ from torch import Tensor
 from nosa_sys.engine.decode import DecodeRunner
 from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.metrics import RunMetrics, StepCount
-from nosa_sys.engine.plan import StepPlan, make_layout
+from nosa_sys.engine.plan import StepBatch, StepPlan, make_batch
 from nosa_sys.engine.policies import get_policy
 from nosa_sys.engine.prefill import PrefillRunner
 from nosa_sys.engine.recorder import Recorder
@@ -236,7 +236,7 @@ class Engine:
 
     def _decode_batch(self, batch: list[LiveSequence]) -> list[TokenEvent]:
         self._make_room(batch)
-        layout = make_layout(
+        rows = make_batch(
             self._next_step,
             [s.id for s in batch],
             [s.lane for s in batch],
@@ -244,12 +244,10 @@ class Engine:
             [s.cold for s in batch],
             self.sparse,
             self.method,
-            self.model.shape.n_kv_heads,
-            self.memory.slots.n_slots,
-            self.model.device,
+            offload=not self.method.dense,
         )
-        logits, plan = self._decode.step(layout, [s.tokens[s.n_cached] for s in batch])
-        self._refuse_nan(logits, plan)
+        logits, plan = self._decode.step(rows, [s.tokens[s.n_cached] for s in batch])
+        self._refuse_nan(logits, rows)
         sampled = sample(logits, [s.request.sampling for s in batch], [s.generator for s in batch])
         now = time.perf_counter()
         self._next_step += 1
@@ -352,12 +350,12 @@ class Engine:
                 return sequence
         raise ConfigError(f"sequence {sequence_id} is neither waiting nor running (finished, cancelled or never added)")
 
-    def _refuse_nan(self, logits: Tensor, plan: StepPlan) -> None:
+    def _refuse_nan(self, logits: Tensor, rows: StepBatch) -> None:
         broken = ~logits.amax(dim=-1).isfinite()
         if broken.any():
-            row, layout = int(broken.nonzero()[0]), plan.layout
+            row = int(broken.nonzero()[0])
             raise NumericsError(
-                f"NaN or infinite logits for sequence {layout.sequences[row]} at position {layout.positions[row]}; "
+                f"NaN or infinite logits for sequence {rows.sequences[row]} at position {rows.positions[row]}; "
                 "look for infinite or NaN weights and activations"
             )
 
@@ -428,18 +426,17 @@ def _resolve_slots(slots: int | None, sparse: SparseConfig, dense: bool) -> int:
 
 
 def _count(plan: StepPlan) -> StepCount:
-    layout, n_layers = plan.layout, len(plan.layers)
-    n_heads = plan.layers[0].n_misses.shape[1]
-    misses = plan.misses().sum(dim=(0, 2)).numpy()
-    selected = np.array(plan.layers[0].selection.counts.tolist()) * n_layers * n_heads
-    cold = np.array(layout.cold)
+    rows, (n_layers, _, n_heads) = plan.batch, plan.n_misses.shape
+    misses = plan.n_misses.sum(axis=(0, 2), dtype=np.int64)
+    selected = np.minimum(rows.blocks, rows.dense_blocks) * (n_layers * n_heads)
+    cold = np.array(rows.cold)
     return StepCount(
-        n_rows=layout.batch,
+        n_rows=rows.size,
         n_cold_rows=int(cold.sum()),
-        n_sparse_rows=sum(n > layout.dense_blocks for n in layout.blocks),
+        n_sparse_rows=sum(n > rows.dense_blocks for n in rows.blocks),
         n_selected=int(selected.sum()),
         n_misses=int(misses.sum()),
         cold_selected=int(selected[cold].sum()),
         cold_misses=int(misses[cold].sum()),
-        n_filled_heads=layout.n_written_back * n_layers * n_heads,
+        n_filled_heads=rows.n_written_back * n_layers * n_heads,
     )
