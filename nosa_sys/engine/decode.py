@@ -213,7 +213,7 @@ class _LayerStep:
         """Missed blocks: host pool -> slots."""
         if self._loads is not None:
             host_rows, slot_rows = self._loads
-            fetch_blocks(self.memory.host.layers[self.layer], self.memory.slots.kv[self.layer], host_rows, slot_rows)
+            fetch_blocks(self.memory.pool.layers[self.layer], self.memory.slots.kv[self.layer], host_rows, slot_rows)
         self.clock.lap(H2D)
 
     def attend(self) -> Tensor:
@@ -240,7 +240,7 @@ class _LayerStep:
         host_rows = pages[:, None] * self.memory.n_kv_heads + layout.heads
         write_back(
             self.memory.slots.kv[self.layer],
-            self.memory.host.layers[self.layer],
+            self.memory.pool.layers[self.layer],
             self.current_rows[filled].flatten(),
             host_rows.flatten(),
         )

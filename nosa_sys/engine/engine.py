@@ -94,7 +94,13 @@ class Engine:
             raise ConfigError(f"host_kv_dtype={host_kv_dtype!r} must equal the model's dtype {model.shape.dtype!r}")
         self.max_batch = max_batch
         self.memory = Memory(
-            model, sparse, self.method, n_slots=self.slots, host_memory_bytes=host_memory_bytes, poison=poison
+            model,
+            sparse,
+            self.method,
+            n_slots=self.slots,
+            offload=not self.method.dense,
+            host_memory_bytes=host_memory_bytes,
+            poison=poison,
         )
         self._prefill = PrefillRunner(model, self.memory, prefill_chunk, on_prefill)
         self._decode = DecodeRunner(model, self.memory, self.policy, self.schedule, record_scores=record_scores)
@@ -146,8 +152,8 @@ class Engine:
         return self._enqueue(LiveSequence(self._next_id, request, prompt, sampling.generator()))
 
     def _enqueue(self, sequence: LiveSequence) -> int:
-        sequence.reserved_pages = self.memory.host_pages_for(sequence.max_stored_tokens)
-        self.memory.host.refuse_oversized(sequence.reserved_pages)
+        sequence.reserved_pages = self.memory.pages_for(sequence.max_stored_tokens)
+        self.memory.pool.refuse_oversized(sequence.reserved_pages)
         self._next_id += 1
         self._waiting.append(sequence)
         self._metrics.add(sequence.id, sequence.request.prompt_tokens, time.perf_counter())
@@ -244,7 +250,7 @@ class Engine:
             [s.cold for s in batch],
             self.sparse,
             self.method,
-            offload=not self.method.dense,
+            offload=self.memory.offload,
         )
         logits, plan = self._decode.step(rows, [s.tokens[s.n_cached] for s in batch])
         self._refuse_nan(logits, rows)
@@ -278,13 +284,13 @@ class Engine:
         n_joined = 0
         while self._waiting and self._free_lanes:
             sequence = self._waiting[0]
-            if not self.memory.host.reserve(sequence.reserved_pages):
+            if not self.memory.pool.reserve(sequence.reserved_pages):
                 break
             sequence.lane = self._free_lanes.pop(0)
             try:
                 self._start(sequence)
             except BaseException as error:  # an interrupt too: a half-filled lane must never be decoded
-                self.memory.host.release(sequence.pages)
+                self.memory.pool.release(sequence.pages)
                 self._free_lane(sequence)
                 if isinstance(error, NumericsError):
                     raise NumericsError(f"sequence {sequence.id}: {error}; cancel it to go on") from None
@@ -299,7 +305,7 @@ class Engine:
         memory, lane, n_tokens = self.memory, sequence.lane, sequence.n_prefill
         memory.ensure(lane + 1, n_tokens + 1)
         memory.clear_lane(lane, [])
-        sequence.pages = memory.host.allocate(memory.host_pages_for(n_tokens))
+        sequence.pages = memory.pool.allocate(memory.pages_for(n_tokens))
         memory.add_pages(lane, 0, sequence.pages)
         cost = None
         if sequence.restored is not None:
@@ -321,14 +327,13 @@ class Engine:
 
     def _make_room(self, batch: list[LiveSequence]) -> None:
         """Grow storage for this step's tokens, and give a host page to each block that they fill."""
-        memory, size = self.memory, self.sparse.block_size
+        memory = self.memory
         memory.ensure(max(s.lane for s in batch) + 1, max(s.n_cached for s in batch) + 1)
-        if self.method.dense:
-            return
         for sequence in batch:
-            if (sequence.n_cached + 1) // size > len(sequence.pages):  # not yet so if this step failed once
-                pages = memory.host.allocate(1)
-                memory.add_pages(sequence.lane, sequence.n_cached // size, pages)
+            n_missing = memory.pages_for(sequence.n_cached + 1) - len(sequence.pages)
+            if n_missing > 0:  # not so if this step failed once
+                pages = memory.pool.allocate(n_missing)
+                memory.add_pages(sequence.lane, len(sequence.pages), pages)
                 sequence.pages += pages
 
     def _leave(self, sequence: LiveSequence) -> None:
@@ -340,7 +345,7 @@ class Engine:
 
     def _free_lane(self, sequence: LiveSequence) -> None:
         """Give back the lane and the pages' reservation; the pages themselves were released."""
-        self.memory.host.unreserve(sequence.reserved_pages)
+        self.memory.pool.unreserve(sequence.reserved_pages)
         self._free_lanes = sorted([*self._free_lanes, sequence.lane])
         sequence.lane, sequence.pages = -1, []
 
@@ -398,13 +403,13 @@ class Engine:
             "method": self.method.name,
             "schedule": self.schedule.name,
             "policy": self.policy.name,
-            "slots": self.memory.slots.n_slots,
+            "slots": self.memory.n_slots,
             "topk_blocks": self.sparse.topk,
             "topk_tokens": self.sparse.topk_tokens,
             "block_bytes": self.memory.block_bytes,
-            "device_slot_bytes": self.memory.slots.allocated_bytes,
+            "device_slot_bytes": self.memory.device_kv_bytes,
             "device_context_bytes": self.memory.context.allocated_bytes,
-            "host_pool_bytes": self.memory.host.allocated_bytes,
+            "host_pool_bytes": self.memory.host_pool_bytes,
             **figures,
             "notes": notes,
         }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nosa_sys.engine.block_pool import BlockPool
 from nosa_sys.engine.context_store import ContextStore
-from nosa_sys.engine.host_pool import HostPool
 from nosa_sys.engine.sequence import SavedKV
 from nosa_sys.engine.slot_cache import SlotCache
 from nosa_sys.engine.tensors import doubled, grown
@@ -29,21 +29,37 @@ class Memory:
         method: Method,
         *,
         n_slots: int,
+        offload: bool,
         host_memory_bytes: int | None = None,
         poison: float | None = None,
     ) -> None:
         shape, dtype, device = model.shape, model.dtype, model.device
         self.cfg, self.method, self.device, self.n_layers = cfg, method, device, model.n_layers
-        self.n_kv_heads = shape.n_kv_heads
+        self.n_kv_heads, self.offload = shape.n_kv_heads, offload
         on_gpu = device.type == "cuda"
         self.slots = SlotCache(shape, cfg.block_size, n_slots, dtype, model.acc_dtype, device, poison)
         self.context = ContextStore(shape, cfg, dtype, model.acc_dtype, device, poison)
-        self.host = HostPool(shape, cfg.block_size, dtype, pin=on_gpu, limit_bytes=host_memory_bytes, poison=poison)
+        self.pool = BlockPool(shape, cfg.block_size, dtype, pin=on_gpu, limit_bytes=host_memory_bytes, poison=poison)
         self.block_bytes = shape.kv_block_bytes(cfg.block_size)
         self.page_table = torch.empty((0, 0), dtype=torch.int64, device=device)
         self.longest_tokens = 0
 
-    def host_pages_for(self, n_tokens: int) -> int:
+    @property
+    def n_slots(self) -> int:
+        """Blocks that a head may hold on the device."""
+        return self.slots.n_slots
+
+    @property
+    def device_kv_bytes(self) -> int:
+        """Bytes of K and V on the device over all layers."""
+        return self.slots.allocated_bytes
+
+    @property
+    def host_pool_bytes(self) -> int:
+        """True bytes of the host pool."""
+        return self.pool.allocated_bytes
+
+    def pages_for(self, n_tokens: int) -> int:
         """Host pages of a context: its finished blocks, none for a dense method."""
         return 0 if self.method.dense else n_tokens // self.cfg.block_size
 
@@ -64,7 +80,7 @@ class Memory:
         self.slots.clear_lane(lane)
         self.context.clear_lane(lane)
         self.page_table[lane] = -1
-        self.host.release(pages)
+        self.pool.release(pages)
 
     def add_pages(self, lane: int, first_block: int, pages: list[int]) -> None:
         """Enter host pages of consecutive finished blocks."""
@@ -88,7 +104,7 @@ class Memory:
             if self.method.dense:
                 blocks = self.slots.kv[layer][self.slots.lane_rows(lane)[:, :n_finished]].transpose(0, 1)
             else:
-                blocks = self.host.read(layer, pages[:n_finished]).to(self.device)
+                blocks = self.pool.read(layer, pages[:n_finished]).to(self.device)
             parts.append(blocks.permute(2, 1, 0, 3, 4).flatten(2, 3))
         if n_partial:
             rows = self.current_rows(layer, lane, n_finished)
@@ -114,7 +130,7 @@ class Memory:
         whole = kv[:, :, start * size : n_finished * size]
         blocks = whole.unflatten(2, (n_finished - start, size)) if n_finished > start else None
         if blocks is not None:
-            self.host.write(layer, pages[start:n_finished], blocks.permute(2, 1, 0, 3, 4))
+            self.pool.write(layer, pages[start:n_finished], blocks.permute(2, 1, 0, 3, 4))
         old = self.slots.lane_rows(lane)[:, 0]
         self.slots.poison_rows(layer, old)
         self.slots.blocks[layer][lane, :, 0] = -1

@@ -164,10 +164,11 @@ def prefill_logits(
 
     The comparison that holds decode and prefill to one another.
     """
-    memory = Memory(model, sparse, get_method(method), n_slots=sparse.topk, poison=poison)
+    rule = get_method(method)
+    memory = Memory(model, sparse, rule, n_slots=sparse.topk, offload=not rule.dense, poison=poison)
     memory.ensure(1, len(tokens))
     memory.clear_lane(0, [])
-    pages = memory.host.allocate(memory.host_pages_for(len(tokens)))
+    pages = memory.pool.allocate(memory.pages_for(len(tokens)))
     output = PrefillOutput(first)
     PrefillRunner(model, memory, chunk).run(tokens, 0, pages, output)
     return output

@@ -94,9 +94,9 @@ def run_cell(model: LlamaModel, cell: EngineCell, states: list[SequenceState], d
     trace = Trace.open(directory)
     memory = engine.memory
     allocated = {
-        "slot_bytes": memory.slots.allocated_bytes,
+        "slot_bytes": memory.device_kv_bytes,
         "context_bytes": memory.context.allocated_bytes,
-        "host_pool_bytes": memory.host.allocated_bytes,
+        "host_pool_bytes": memory.host_pool_bytes,
     }
     return CellRun(trace, warm_times(trace), allocated)
 

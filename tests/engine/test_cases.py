@@ -239,7 +239,7 @@ def test_case_20_accounts_end_at_zero() -> None:
         if not row.cold:
             assert sum(map(sum, row.misses)) + len(born) == len(resident - before)
         before = resident
-    assert engine.memory.host.pages_in_use == 0
+    assert engine.memory.pool.pages_in_use == 0
     assert all((engine.memory.slots.blocks[layer] == -1).all() for layer in range(2))
 
 
@@ -253,8 +253,8 @@ def test_case_23_host_limit_covers_everything_and_is_not_rounded() -> None:
     most = 0
     while not engine.idle:
         engine.step()
-        most = max(most, engine.memory.host.pages_in_use)
-    pool = sum(t.numel() * t.element_size() for t in engine.memory.host.layers)
+        most = max(most, engine.memory.pool.pages_in_use)
+    pool = sum(t.numel() * t.element_size() for t in engine.memory.pool.layers)
     assert engine.summary()["host_pool_bytes"] == pool <= limit
     assert most == 10
     assert all(len(tokens) == 30 for tokens in engine.outputs.values())

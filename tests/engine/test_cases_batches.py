@@ -52,7 +52,7 @@ def test_case_16_a_hundred_sequences_follow_one_another_in_a_full_batch() -> Non
         text = prompt + engine.outputs[sequence]
         oracle = run_oracle(model, SMALL, "nosa", text, range(len(prompt) - 1, len(text) - 1))
         assert_rows_match(rows[sequence], oracle)
-    assert engine.memory.host.pages_in_use == 0
+    assert engine.memory.pool.pages_in_use == 0
     assert (engine.memory.page_table == -1).all()
 
 

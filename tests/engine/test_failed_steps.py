@@ -48,7 +48,7 @@ def test_a_prompt_whose_prefill_fails_never_decodes() -> None:
     assert engine.outputs[bad] == []
     engine.cancel(bad)
     assert engine.run()[good] == alone(model, 12)
-    assert engine.memory.host.pages_in_use == 0
+    assert engine.memory.pool.pages_in_use == 0
 
 
 def test_an_interrupted_prefill_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_pages_stay_in_order_when_a_step_is_tried_again() -> None:
     for _ in range(3):
         with pytest.raises(NumericsError, match=f"sequence {bad}"):
             engine.step()
-    assert engine.memory.host.pages_in_use == 96 // 16
+    assert engine.memory.pool.pages_in_use == 96 // 16
     engine.cancel(bad)
     for _ in range(20):
         engine.step()

@@ -61,7 +61,7 @@ def test_every_sequence_equals_its_oracle(
             if kind == "cancel" or values[0] % 2:
                 engine.cancel(sequence)
     watch.run()
-    assert engine.memory.host.pages_in_use == 0
+    assert engine.memory.pool.pages_in_use == 0
     total = 0
     for sequence, rows in watch.rows.items():
         oracle = run_oracle(model, FINE, method, texts[sequence])

@@ -14,7 +14,7 @@ from nosa_sys.errors import CapacityError
 from nosa_sys.model_shape import ModelShape
 
 
-class HostPool:
+class BlockPool:
     """Growing pool of pages. ``layers[l]`` is [n_rows, 2, block, head_dim]; pinned where the device is a GPU.
 
     ``limit_bytes`` bounds the pool over all layers, K and V together; pages are reserved at admission, so that a

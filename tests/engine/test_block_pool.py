@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nosa_sys.engine.host_pool import HostPool
+from nosa_sys.engine.block_pool import BlockPool
 from nosa_sys.errors import CapacityError
 from tests.engine.helpers import TINY
 
 PAGE_BYTES = 2 * 2 * (2 * 4 * 8 * 8)  # layers x heads x bytes of K and V of one 4-token block
 
 
-def make_pool(limit_bytes: int | None = None, poison: float | None = math.nan) -> HostPool:
-    return HostPool(TINY, 4, torch.float64, limit_bytes=limit_bytes, poison=poison)
+def make_pool(limit_bytes: int | None = None, poison: float | None = math.nan) -> BlockPool:
+    return BlockPool(TINY, 4, torch.float64, limit_bytes=limit_bytes, poison=poison)
 
 
 @given(operations=st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=30))
