@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from nosa_sys.kernels.block_fetch import reference
+from nosa_sys.kernels.block_fetch.reference import Part
 from nosa_sys.kernels.case import Case, Operation, Tensors
 
 _POISON = float("nan")
+_PARTS: tuple[Part, ...] = ("kv", "k", "v")
 
 
 def _case(name: str, uses: str, dtype: str = "bfloat16", **params: int) -> Case:
-    """Defaults: every pair listed, none skipped, count on the device, pools of twice the list."""
+    """Defaults: all pairs listed, none skipped, count on the device, pools of twice the list, whole blocks."""
     filled = {"block": 64, "head_dim": 128, "n_runs": 64, "n_listed": -1, "skip_every": 0, "n_ctas": 16, **params}
     filled.setdefault("n_host_rows", max(2 * filled["n_runs"], 8))
     filled.setdefault("n_slot_rows", max(2 * filled["n_runs"], 8))
@@ -41,6 +43,18 @@ def check_cases() -> list[Case]:
         _case("all-sms", "check", n_runs=500, n_ctas=132),
         # Row 131,072 of 16,384 elements starts at element 2^31, in both pools.
         _case("past-2^31-elements", "check", n_runs=64, n_host_rows=131_200, n_slot_rows=131_200),
+    ]
+
+
+def part_cases() -> list[Case]:
+    """Keys or values alone (``part`` indexes _PARTS): the other half of every target row stays as it is."""
+    both = "check small"
+    return [
+        _case("keys", both, n_runs=9, n_listed=8, skip_every=3, head_dim=64, block=32, n_ctas=2, part=1),
+        _case("values-head-80", both, n_runs=5, head_dim=80, block=48, n_ctas=3, part=2),
+        _case("values-fp32", both, "float32", n_runs=3, head_dim=64, block=16, part=2),
+        _case("values-past-2^31", "check", n_runs=64, n_host_rows=131_200, n_slot_rows=131_200, part=2),
+        _case("2048x16KiB-keys", "check bench", n_runs=2048, n_host_rows=8192, part=1),
     ]
 
 
@@ -87,7 +101,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     count = torch.tensor([n_listed], dtype=torch.int32, device=device)
     listed = [(h, s) for h, s in zip(host_rows.tolist(), slot_rows.tolist(), strict=True)][:n_listed]
     moved = sum(h >= 0 and s >= 0 for h, s in listed)
-    run_bytes = host[0].numel() * host.element_size()
+    part = _PARTS[p.get("part", 0)]
+    run_bytes = host[0].numel() * host.element_size() // (1 if part == "kv" else 2)
     return {
         "host": host,
         "slots": slots,
@@ -95,6 +110,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         "slot_rows": slot_rows,
         "count": count,
         "n_ctas": p["n_ctas"],
+        "part": part,
         "host_list": [h for h, _ in listed],
         "slot_list": [s for _, s in listed],
         "bytes": moved * run_bytes,
@@ -114,7 +130,8 @@ def make_write_back_inputs(case: Case, device: torch.device, generator: torch.Ge
 def _triton_fetch(inputs: dict[str, Any], slots: Tensor) -> None:
     from nosa_sys.kernels.block_fetch.triton import copy_runs
 
-    copy_runs(inputs["host"], slots, inputs["host_rows"], inputs["slot_rows"], inputs["count"], n_ctas=inputs["n_ctas"])
+    lists = inputs["host_rows"], inputs["slot_rows"], inputs["count"]
+    copy_runs(inputs["host"], slots, *lists, part=inputs["part"], n_ctas=inputs["n_ctas"])
 
 
 def _triton_write_back(inputs: dict[str, Any], host: Tensor) -> None:
@@ -181,7 +198,7 @@ def _reference_rows(inputs: dict[str, Any], name: str) -> Tensor:
 def _reference_fetch(inputs: dict[str, Any]) -> Tensors:
     slots = inputs["slots"].clone()
     rows = _reference_rows(inputs, "slot_list").to(slots.device)
-    reference.fetch_blocks(inputs["host"], slots, inputs["host_rows"][: rows.numel()], rows)
+    reference.fetch_blocks(inputs["host"], slots, inputs["host_rows"][: rows.numel()], rows, inputs["part"])
     return {"slots": slots}
 
 
@@ -213,7 +230,7 @@ def _no_flops(case: Case, inputs: dict[str, Any]) -> int:
 
 FETCH = Operation(
     name="block_fetch",
-    cases=lambda: check_cases() + bench_cases(),
+    cases=lambda: check_cases() + part_cases() + bench_cases(),
     make_inputs=make_inputs,
     fast=_fetch_with(_triton_fetch),
     reference=_reference_fetch,

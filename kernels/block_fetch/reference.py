@@ -5,20 +5,35 @@ A row of either pool is one block of one (layer, sequence, KV head), K and V adj
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from nosa_sys.errors import CapacityError, ConfigError
 
+Part = Literal["kv", "k", "v"]
+"""What of each block is moved: all of it, its keys or its values."""
 
-def fetch_blocks(host: Tensor, slots: Tensor, host_rows: Tensor, slot_rows: Tensor) -> None:
-    """Load blocks: slots[slot_rows[i]] = host[host_rows[i]], in place.
+_HALVES = {"kv": slice(0, 2), "k": slice(0, 1), "v": slice(1, 2)}
+
+
+def check_part(part: str) -> None:
+    """ConfigError unless ``part`` is one of kv, k, v."""
+    if part not in get_args(Part):
+        raise ConfigError(f"part={part!r} is unknown; give one of {', '.join(get_args(Part))}")
+
+
+def fetch_blocks(host: Tensor, slots: Tensor, host_rows: Tensor, slot_rows: Tensor, part: Part = "kv") -> None:
+    """Load blocks: slots[slot_rows[i]] = host[host_rows[i]], in place; with part k or v only that half of each.
 
     host [host_row, 2, block, head_dim]; slots [slot_row, 2, block, head_dim]; host_rows and slot_rows int64 [n].
-    A pair with -1 on either side is skipped. Raises ConfigError when the pools differ in type or block shape,
-    CapacityError for a row outside its pool.
+    A pair with -1 on either side is skipped. Raises ConfigError when the pools differ in type or block shape or the
+    part is unknown, CapacityError for a row outside its pool.
     """
-    _copy_rows(host, host_rows, "host", slots, slot_rows, "slot")
+    check_part(part)
+    half = _HALVES[part]
+    _copy_rows(host[:, half], host_rows, "host", slots[:, half], slot_rows, "slot")
 
 
 def write_back(slots: Tensor, host: Tensor, slot_rows: Tensor, host_rows: Tensor) -> None:

@@ -1,9 +1,9 @@
 """Copies of whole KV blocks between pinned host memory and device slots by a few persistent CTAs (UVA).
 
-Every block is one contiguous run (K and V adjacent), moved as 32-bit words whatever its dtype. A run is cut into
-chunks, and a tile of ``tile_bytes`` is what one CTA has in flight: 512 threads with four 16-byte loads each at the
-defaults, whatever the run size. Tiles go round-robin over the CTAs: 16 CTAs keep the link full from 64 runs of 32 KiB
-on.
+Every block is one contiguous run (K and V adjacent; or one of its halves alone), moved as 32-bit words whatever its
+dtype. A run is cut into chunks, and a tile of ``tile_bytes`` is what one CTA has in flight: 512 threads with four
+16-byte loads each at the defaults, whatever the run size. Tiles go round-robin over the CTAs: 16 CTAs keep the link
+full from 64 runs of 32 KiB on.
 
 Floor: bytes / (rate at which SMs read pinned memory, ``ceiling.py``) plus one launch and one PCIe round trip, about
 3 us. Knobs worth scanning: n_ctas (4 to 32), num_warps (8, 16), tile_bytes (16 to 64 KiB),
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.kernels.aot import AotSpec
+from nosa_sys.kernels.block_fetch.reference import Part, check_part
 from nosa_sys.kernels.launch import on_device
 
 DEFAULT_CTAS = 16
@@ -38,11 +39,15 @@ def copy_runs_kernel(
     n_pairs,
     n_source_rows,
     n_target_rows,
+    PITCH_WORDS: tl.constexpr,
+    START_WORDS: tl.constexpr,
     RUN_WORDS: tl.constexpr,
     CHUNK_WORDS: tl.constexpr,
     CHUNKS_PER_TILE: tl.constexpr,
 ):
-    """target[target_rows[i]] = source[source_rows[i]] for i below count; a row outside its pool skips its pair."""
+    """target[target_rows[i]] = source[source_rows[i]] for i below count; a row outside its pool skips its pair.
+
+    Rows lie PITCH_WORDS apart; of each, RUN_WORDS from START_WORDS on are copied."""
     CHUNKS_PER_RUN: tl.constexpr = (RUN_WORDS + CHUNK_WORDS - 1) // CHUNK_WORDS
     words = tl.arange(0, CHUNK_WORDS)
     chunk = tl.program_id(0) * CHUNKS_PER_TILE + tl.arange(0, CHUNKS_PER_TILE)
@@ -65,8 +70,8 @@ def copy_runs_kernel(
         if RUN_WORDS % CHUNK_WORDS != 0:
             inside = inside & (word < RUN_WORDS)
         # Skipped pairs point at row 0, so that no address is ever formed from a bad row number.
-        from_row = tl.where(wanted, source_row, 0).to(tl.int64) * RUN_WORDS
-        to_row = tl.where(wanted, target_row, 0).to(tl.int64) * RUN_WORDS
+        from_row = tl.where(wanted, source_row, 0).to(tl.int64) * PITCH_WORDS + START_WORDS
+        to_row = tl.where(wanted, target_row, 0).to(tl.int64) * PITCH_WORDS + START_WORDS
         data = tl.load(source + (from_row[:, None] + word), mask=inside, cache_modifier=".cg")
         chunk += step
         pair = chunk // CHUNKS_PER_RUN
@@ -107,6 +112,21 @@ def run_words(source: Tensor, target: Tensor, source_name: str, target_name: str
     return run_bytes // _WORD_BYTES
 
 
+def half_words(words: int, part: Part) -> tuple[int, int]:
+    """(first word, words) of a part of a block of ``words``; ConfigError for a half that ends between two 16-byte
+    loads or an unknown part."""
+    check_part(part)
+    if part == "kv":
+        return 0, words
+    half_bytes = words * _WORD_BYTES // 2
+    if half_bytes % _RUN_ALIGNMENT_BYTES:
+        raise ConfigError(
+            f"half a block takes {half_bytes} bytes, no multiple of {_RUN_ALIGNMENT_BYTES}: K and V cannot move apart; "
+            f"use part='kv' or a larger block or head size"
+        )
+    return (0 if part == "k" else words // 2), words // 2
+
+
 def chunk_words(words: int, chunk_bytes: int) -> int:
     """Words of a chunk: the largest power of two up to ``chunk_bytes`` that divides the run, down to 2 KiB; where
     none does, ``chunk_bytes`` itself, its last chunk masked."""
@@ -126,6 +146,7 @@ def copy_runs(
     target_rows: Tensor,
     count: Tensor | None = None,
     *,
+    part: Part = "kv",
     names: tuple[str, str] = ("source", "target"),
     n_ctas: int = DEFAULT_CTAS,
     num_warps: int = 16,
@@ -136,10 +157,12 @@ def copy_runs(
 
     source and target [row, 2, block, head_dim], each on the device or in pinned host memory; source_rows and
     target_rows int64 [n] and count int32 [1] on the device (None: all n). Pairs with a row outside its pool (-1 by
-    convention) are skipped. Raises ConfigError for pools that do not match, CapacityError for a list past 2^31 chunks.
+    convention) are skipped. ``part`` k or v moves that half of each block alone. Raises ConfigError for pools that do
+    not match or halves that no 16-byte load can end on, CapacityError for a list past 2^31 chunks.
     """
     n_pairs = source_rows.numel()
-    words = run_words(source, target, *names)
+    pitch = run_words(source, target, *names)
+    start, words = half_words(pitch, part)
     if n_pairs == 0 or words == 0 or target.shape[0] == 0:
         return
     size = chunk_words(words, chunk_bytes)
@@ -158,6 +181,8 @@ def copy_runs(
             n_pairs,
             source.shape[0],
             target.shape[0],
+            PITCH_WORDS=pitch,
+            START_WORDS=start,
             RUN_WORDS=words,
             CHUNK_WORDS=size,
             CHUNKS_PER_TILE=chunks_per_tile,
@@ -169,9 +194,18 @@ def _aot_specs() -> list[AotSpec]:
     pointers = {"source": "*i32", "target": "*i32", "source_rows": "*i64", "target_rows": "*i64"}
     sizes = dict.fromkeys(("n_pairs", "n_source_rows", "n_target_rows"), "i32")
     specs = []
-    for name, words, count in (("32KiB", 8192, "*i32"), ("20KiB", 5120, "*i32"), ("odd", 1500, "constexpr")):
+    variants: tuple[tuple[str, int, Part, str], ...] = (
+        ("32KiB", 8192, "kv", "*i32"),
+        ("20KiB", 5120, "kv", "*i32"),
+        ("odd", 1500, "kv", "constexpr"),
+        ("keys-of-32KiB", 8192, "k", "*i32"),
+        ("values-of-15KiB", 3840, "v", "*i32"),
+    )
+    for name, pitch, part, count in variants:
+        start, words = half_words(pitch, part)
         size = chunk_words(words, 8192)
-        constants = {"RUN_WORDS": words, "CHUNK_WORDS": size, "CHUNKS_PER_TILE": 8192 // size}
+        constants = {"PITCH_WORDS": pitch, "START_WORDS": start, "RUN_WORDS": words}
+        constants |= {"CHUNK_WORDS": size, "CHUNKS_PER_TILE": max(1, 8192 // size)}
         signature = pointers | {"count": count} | sizes | dict.fromkeys(constants, "constexpr")
         absent = {"count": None} if count == "constexpr" else {}
         specs.append(AotSpec(f"copy_runs-{name}", copy_runs_kernel, signature, constants | absent, 16))

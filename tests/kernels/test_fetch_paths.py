@@ -2,6 +2,7 @@
 
 import ctypes
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -33,6 +34,48 @@ def test_only_the_counted_pairs_are_written_back() -> None:
     write_back(slots, host, torch.tensor([2, 4]), torch.tensor([0, 1]), torch.tensor([1], dtype=torch.int32))
     assert (host[0] == 2.0).all()
     assert torch.equal(host[1:], before[1:])
+
+
+@pytest.mark.parametrize(("part", "half", "other"), [("k", 0, 1), ("v", 1, 0)])
+def test_one_half_of_each_counted_pair_is_fetched(part: Literal["k", "v"], half: int, other: int) -> None:
+    host, slots = _pools()
+    rows, targets = torch.tensor([4, -1, 2, 5]), torch.tensor([1, 0, 3, 4])
+    fetch_blocks(host, slots, rows, targets, torch.tensor([3], dtype=torch.int32), part=part)
+    assert torch.equal(slots[1, half], host[4, half])
+    assert torch.equal(slots[3, half], host[2, half])
+    assert slots[[0, 2, 4]].isnan().all()
+    assert slots[:, other].isnan().all()
+
+
+def test_keys_and_then_values_make_the_whole_block() -> None:
+    host, slots = _pools()
+    rows = torch.tensor([5, 0])
+    fetch_blocks(host, slots, rows, torch.tensor([0, 3]), part="k")
+    fetch_blocks(host, slots, rows, torch.tensor([0, 3]), part="v")
+    assert torch.equal(slots[[0, 3]], host[rows])
+
+
+def test_parts_and_paths_that_do_not_exist_are_refused() -> None:
+    host, slots = _pools()
+    row = torch.tensor([0])
+    with pytest.raises(ConfigError, match=r"part='keys'.*kv, k, v"):
+        fetch_blocks(host, slots, row, row, part="keys")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"path='dma'.*uva, bulk"):
+        fetch_blocks(host, slots, row, row, path="dma")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"path='dma'.*uva, bulk"):
+        write_back(slots, host, row, row, path="dma")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'bulk' moves whole blocks"):
+        fetch_blocks(host, slots, row, row, part="v", path="bulk")
+    assert slots.isnan().all()
+
+
+def test_halves_that_no_load_can_end_on_are_refused() -> None:
+    triton_fetch = pytest.importorskip("nosa_sys.kernels.block_fetch.triton")
+    assert triton_fetch.half_words(1500 * 8, "kv") == (0, 12_000)
+    assert triton_fetch.half_words(12_000, "k") == (0, 6_000)
+    assert triton_fetch.half_words(12_000, "v") == (6_000, 6_000)
+    with pytest.raises(ConfigError, match="half a block takes 24 bytes"):
+        triton_fetch.half_words(12, "v")
 
 
 def test_chunks_divide_the_run_where_they_can() -> None:
