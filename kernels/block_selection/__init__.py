@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from nosa_sys.errors import NumericsError
-from nosa_sys.kernels.block_selection import reference
+from nosa_sys.kernels.block_selection import reference, step_reference
 from nosa_sys.kernels.block_selection.reference import Selection, select_everything
+from nosa_sys.kernels.block_selection.step_reference import BETA_ERROR, StepSelection
 from nosa_sys.kernels.launch import use_triton
 from nosa_sys.methods import Method
 from nosa_sys.sparse_config import SparseConfig
-
-# Set in an error code when the NaN is in the betas; the rest of the code is the block.
-BETA_ERROR = 1 << 30
 
 
 def select_blocks(
@@ -32,6 +30,40 @@ def select_blocks(
     return Selection(result.block_ids, result.origins, result.counts)
 
 
+def score_and_select(
+    q: Tensor,
+    key_means: Tensor,
+    beta_means: Tensor,
+    lengths: Tensor,
+    n_blocks: int,
+    cfg: SparseConfig,
+    method: Method,
+    *,
+    keep_pooled: bool = False,
+) -> StepSelection:
+    """As ``step_reference.score_and_select``; never synchronises, a graph can hold it."""
+    if use_triton(q, key_means, beta_means):
+        from nosa_sys.kernels.block_selection import triton
+
+        return triton.score_and_select(
+            q, key_means, beta_means, lengths, n_blocks, cfg, method, keep_pooled=keep_pooled
+        )
+    return step_reference.score_and_select(
+        q, key_means, beta_means, lengths, n_blocks, cfg, method, keep_pooled=keep_pooled
+    )
+
+
+def select_pooled(
+    scores: Tensor, betas: Tensor, n_blocks: Tensor, cfg: SparseConfig, method: Method
+) -> tuple[Tensor, Tensor]:
+    """Block ids and origins of ``select_blocks`` [batch, kv_head, k], without any check; a graph can hold it."""
+    if use_triton(scores, betas):
+        from nosa_sys.kernels.block_selection import triton
+
+        return triton.select_pooled(scores, betas, n_blocks, cfg, method)[:2]
+    return reference.select_blocks(scores.nan_to_num(0.0), betas.nan_to_num(0.0), n_blocks, cfg, method)[:2]
+
+
 def raise_selection_errors(errors: Tensor, *, first_row: int = 0, where: str = "") -> None:
     """Raise NumericsError when ``errors`` int32 [batch, kv_head] of a selection kernel holds a NaN report (>= 0).
 
@@ -48,4 +80,13 @@ def raise_selection_errors(errors: Tensor, *, first_row: int = 0, where: str = "
     )
 
 
-__all__ = ["BETA_ERROR", "Selection", "raise_selection_errors", "select_blocks", "select_everything"]
+__all__ = [
+    "BETA_ERROR",
+    "Selection",
+    "StepSelection",
+    "raise_selection_errors",
+    "score_and_select",
+    "select_blocks",
+    "select_everything",
+    "select_pooled",
+]

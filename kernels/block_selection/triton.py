@@ -13,8 +13,6 @@ scores are made by a kernel of their own that fills the device. Knobs worth scan
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.kernels.aot import AotSpec
+from nosa_sys.kernels.block_selection.step_reference import StepSelection
 from nosa_sys.kernels.launch import on_device, padded
 from nosa_sys.kernels.stage1_scores.triton import (
     SplitLogits,
@@ -41,21 +40,6 @@ MAX_BLOCKS = 65536
 UNFUSED_COLUMNS = 2048
 
 _FROM_BLOCKS, _FROM_WINDOWS, _FROM_LOGITS = range(3)
-
-
-class FastSelection(NamedTuple):
-    """Outputs of the kernel. block_ids int32 and origins int8 [batch, kv_head, k], counts int32 [batch] as in
-    ``reference.Selection``; errors int32 [batch, kv_head]: -1, or the first block whose ranking value is NaN (plus
-    ``block_selection.BETA_ERROR`` for a beta); window_scores [batch, kv_head, window], pooled_scores and pooled_betas
-    [batch, kv_head, block] float32, None where not asked for."""
-
-    block_ids: Tensor
-    origins: Tensor
-    counts: Tensor
-    errors: Tensor
-    window_scores: Tensor | None
-    pooled_scores: Tensor | None
-    pooled_betas: Tensor | None
 
 
 @triton.jit
@@ -272,7 +256,7 @@ def _launch(
     radix_bits: int | None,
     score_tile: int = 512,
     early: bool = False,
-) -> FastSelection:
+) -> StepSelection:
     if n_blocks > MAX_BLOCKS:
         raise CapacityError(f"{n_blocks} blocks a row exceed {MAX_BLOCKS}; use a larger block_size")
     if betas.stride(2) != 1:
@@ -333,7 +317,7 @@ def _launch(
             num_warps=num_warps or plan_warps,
             **({"launch_pdl": True} if early else {}),
         )
-    return FastSelection(block_ids, origins, counts, errors, None, *pooled)
+    return StepSelection(block_ids, origins, counts, errors, None, *pooled)
 
 
 def select_pooled(
@@ -345,7 +329,7 @@ def select_pooled(
     *,
     num_warps: int | None = None,
     radix_bits: int | None = None,
-) -> FastSelection:
+) -> StepSelection:
     """Select from pooled scores and betas float32 [batch, kv_head, block]; n_blocks [batch]. Never synchronises: NaN
     is reported in ``errors``. The method is not dense."""
     scores, betas = scores.float().contiguous(), betas.float().contiguous()
@@ -381,7 +365,7 @@ def score_and_select(
     score_tile: int = 512,
     unfused_columns: int = UNFUSED_COLUMNS,
     early: bool = False,
-) -> FastSelection:
+) -> StepSelection:
     """Stage 1, pooling and selection of one decode step: two launches (three beyond ``unfused_columns`` windows).
 
     q [batch, q_head, head_dim] roped; key_means [batch, kv_head, window, head_dim] (batch stride 0 for many queries of
