@@ -17,6 +17,8 @@ OPERATION_MODULES = (
     "sparse_decode_attention",
     "paged_decode_attention",
     "prefill_attention",
+    "residual_norm",
+    "gated_activation",
 )
 
 
