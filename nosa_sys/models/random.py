@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,18 +19,50 @@ def random_tensors(shape: ModelShape, generator: torch.Generator) -> dict[str, T
 
     |A| lies in [0.5, 1.5] with both signs, so that no two betas tie and their spread shows in the selection.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, size in [*base_tensors(shape), *head_tensors(shape)]:
-        noise = torch.randn(size, generator=generator)
-        if name.endswith("norm.weight"):
-            tensors[name] = 1.0 + 0.1 * noise
-        elif name.endswith("self_attn.A"):
-            tensors[name] = noise.sign() * (0.5 + torch.rand(size, generator=generator))
-        elif name == EMBEDDING:
-            tensors[name] = noise
-        else:
-            tensors[name] = noise * size[-1] ** -0.5
-    return tensors
+    return {
+        name: _drawn(name, size, generator, torch.float32)
+        for name, size in [*base_tensors(shape), *head_tensors(shape)]
+    }
+
+
+def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """One tensor of a random checkpoint, on the generator's device."""
+    device = generator.device
+    noise = torch.randn(size, generator=generator, dtype=dtype, device=device)
+    if name.endswith("norm.weight"):
+        return noise.mul_(0.1).add_(1.0)
+    if name.endswith("self_attn.A"):
+        return noise.sign_() * (0.5 + torch.rand(size, generator=generator, dtype=dtype, device=device))
+    if name == EMBEDDING:
+        return noise
+    return noise.mul_(size[-1] ** -0.5)
+
+
+class DeviceTensors(Mapping[str, Tensor]):
+    """A random checkpoint that holds nothing: each tensor is drawn on ``device`` in ``dtype`` when it is asked for.
+
+    A model built from it peaks at its own size and one layer's matrices. Every tensor has its own seed, so the order
+    of asking does not matter; the values are not those of ``random_tensors``. A and delta are float32 (float64 in a
+    float64 model).
+    """
+
+    def __init__(self, shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        sizes = [*base_tensors(shape), *head_tensors(shape)]
+        self._sizes = {name: (index, size) for index, (name, size) in enumerate(sizes)}
+        self._seed, self._dtype, self._device = seed, dtype, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        index, size = self._sizes[name]
+        generator = torch.Generator(self._device).manual_seed(self._seed * len(self._sizes) + index)
+        of_head = name.endswith(("self_attn.A", "self_attn.delta.weight"))
+        dtype = torch.promote_types(self._dtype, torch.float32) if of_head else self._dtype
+        return _drawn(name, size, generator, dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
 
 
 def random_model(
@@ -43,6 +76,9 @@ def random_model(
 ) -> LlamaModel:
     """A seeded random model; ``dtype`` (default: the shape's) names its torch dtype.
 
+    On the CPU the weights are those of ``random_tensors``. On another device they are drawn there, in that dtype and
+    layer by layer (other values), so that no copy of a large model is ever on the host.
+
     ``config`` sets the rotary and norm settings, its shape is replaced by ``shape``.
 
     >>> shape = ModelShape("tiny", 2, 4, 2, 16, 32, 64, 100, dtype="float32")
@@ -51,4 +87,10 @@ def random_model(
     """
     shape = dataclasses.replace(shape, dtype=dtype or shape.dtype)
     config = dataclasses.replace(config, shape=shape) if config else LlamaConfig(shape)
-    return LlamaModel(config, random_tensors(shape, torch.Generator().manual_seed(seed)), head=head, device=device)
+    where = torch.device(device)
+    tensors: Mapping[str, Tensor]
+    if where.type == "cpu":
+        tensors = random_tensors(shape, torch.Generator().manual_seed(seed))
+    else:
+        tensors = DeviceTensors(shape, seed, getattr(torch, shape.dtype), where)
+    return LlamaModel(config, tensors, head=head, device=device)
