@@ -54,14 +54,14 @@ class Watch:
         if not self.engine.step():
             return
         plan, logits = self.engine.last_plan, self.engine.last_logits
-        misses = plan.misses().tolist()
-        ids = [layer.selection.block_ids.tolist() for layer in plan.layers]
-        for b, sequence in enumerate(plan.layout.sequences):
+        batch, misses = plan.batch, plan.n_misses.tolist()
+        ids = plan.block_ids.tolist()
+        for b, sequence in enumerate(batch.sequences):
             self.rows.setdefault(sequence, []).append(
                 Row(
-                    plan.layout.step,
-                    plan.layout.positions[b],
-                    plan.layout.cold[b],
+                    batch.step,
+                    batch.positions[b],
+                    batch.cold[b],
                     logits[b].double().numpy(),
                     [[[j for j in head if j >= 0] for head in layer[b]] for layer in ids],
                     [layer[b] for layer in misses],

@@ -30,7 +30,7 @@ def test_case_01_context_shorter_than_budget(prompt: int) -> None:
     n_blocks = -(-prompt // 64)
     assert rows[0].selected == [[list(range(n_blocks))] * 2] * 2
     assert engine.last_plan is not None
-    assert engine.last_plan.layers[0].selection.counts.tolist() == [n_blocks]
+    assert engine.last_plan.counts.tolist() == [n_blocks]
     assert [sum(map(sum, row.misses)) for row in rows] == [(n_blocks - 1) * 4, 0, 0, 0, 0]
 
 

@@ -109,7 +109,7 @@ def test_case_28_prefill_and_decode_follow_the_same_query_aware_budget(select: i
     sequence = engine.add(text[:160], 40, force_tokens=text[160:])
     rows = Watch(engine).run()[sequence]
     assert engine.last_plan is not None
-    origins = engine.last_plan.layers[1].selection.origins
+    origins = engine.last_plan.origins[1]
     assert (origins == QUERY_AWARE).sum(-1).tolist() == [[select - 1] * 2]
     prefill = prefill_logits(model, text, cfg, first=159, poison=NAN)
     for at, row in enumerate(rows):
