@@ -32,12 +32,14 @@ class Injection:
 
     ``ids_table`` int32 [step, layer, batch, kv_head, k] on the model's device, ascending, -1 padded; the row's current
     block is always in its set. Step 0 is the cold step: row b consumes position ``contexts[b]`` - 1 there, and one
-    token more at every further step. ``contexts``: prompt tokens of each row.
+    token more at every further step. ``contexts``: prompt tokens of each row. ``guess_table`` int32
+    [step, layer, batch, kv_head, k + n], ascending, -1 padded: the set and what schedule prefetch guesses beside it.
     """
 
     ids_table: Tensor
     label: str
     contexts: list[int]
+    guess_table: Tensor | None = None
 
     @property
     def n_steps(self) -> int:
@@ -161,20 +163,14 @@ class _SetWalk:
         free = (current[..., 0] + 1).clamp(max=self._sparse.topk) - forced.sum(-1)
         return forced, exists & ~forced, free
 
-    def _some(self, mask: Tensor, count: Tensor, most: int) -> Tensor:
-        """A random subset of ``count`` [...] members of each ``mask`` [..., block]; count <= members, <= most."""
-        most = min(most, mask.shape[-1])
-        noise = torch.rand(mask.shape, device=mask.device, generator=self._generator).masked_fill_(~mask, -1.0)
-        best = noise.topk(most, dim=-1).indices
-        taken = torch.arange(most, device=mask.device) < count[..., None]
-        return torch.zeros_like(mask).scatter_(-1, best, taken)
-
     def begin(self, out: Tensor) -> None:
         """The cold step's sets: forced blocks and a random choice of the others."""
         forced, candidates, free = self._geometry(0)
         candidates = candidates.expand_as(self._members)
-        self._members = forced | self._some(candidates, free.expand(candidates.shape[:-1]), self._sparse.topk)
-        self._write(out)
+        self._members = forced | some_of(
+            candidates, free.expand(candidates.shape[:-1]), self._sparse.topk, self._generator
+        )
+        out.copy_(ascending_ids(self._members, self._sparse.topk))
 
     def advance(self, step: int, wanted: Tensor, out: Tensor) -> None:
         """Move to ``step`` with ``wanted`` int64 [layer, row, head] misses, fewer where no more are possible."""
@@ -184,19 +180,28 @@ class _SetWalk:
         count = wanted.clamp(max=self._cap).minimum(free).minimum(fresh.sum(-1))
         # a block that left the window competes for a free pick, so one kept block more than misses can go
         n_gone = n_kept + count - free
-        added = self._some(fresh, count, self._cap)
-        gone = self._some(kept, n_gone, self._cap + 1)
+        added = some_of(fresh, count, self._cap, self._generator)
+        gone = some_of(kept, n_gone, self._cap + 1, self._generator)
         self._members = forced | (kept & ~gone) | added
         self.n_misses += count.sum()
-        self._write(out)
+        out.copy_(ascending_ids(self._members, self._sparse.topk))
 
-    def _write(self, out: Tensor) -> None:
-        """Members as ascending ids, -1 padded."""
-        k = self._sparse.topk
-        place = (self._members.cumsum(-1) - 1).masked_fill_(~self._members, k)
-        padded = torch.full((*out.shape[:-1], k + 1), -1, dtype=torch.int32, device=out.device)
-        padded.scatter_(-1, place, self._ids.expand(place.shape))
-        out.copy_(padded[..., :k])
+
+def some_of(mask: Tensor, count: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """A random subset of ``count`` [...] members of each ``mask`` bool [..., block]; count <= members, <= most."""
+    most = min(most, mask.shape[-1])
+    noise = torch.rand(mask.shape, device=mask.device, generator=generator).masked_fill_(~mask, -1.0)
+    best = noise.topk(most, dim=-1).indices
+    taken = torch.arange(most, device=mask.device) < count[..., None]
+    return torch.zeros_like(mask).scatter_(-1, best, taken)
+
+
+def ascending_ids(members: Tensor, width: int) -> Tensor:
+    """Members of ``members`` bool [..., block] as ids int32 [..., width], ascending, -1 padded; at most ``width``."""
+    place = (members.cumsum(-1) - 1).masked_fill_(~members, width)
+    padded = torch.full((*members.shape[:-1], width + 1), -1, dtype=torch.int32, device=members.device)
+    ids = torch.arange(members.shape[-1], dtype=torch.int32, device=members.device)
+    return padded.scatter_(-1, place, ids.expand(place.shape))[..., :width]
 
 
 def trace_injection(

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nosa_sys.engine.injected_guesses import with_guesses
 from nosa_sys.engine.injection import Injection, Misses, synthetic_injection, trace_injection
 from nosa_sys.errors import ConfigError, TraceError
 from nosa_sys.sparse_config import SparseConfig
@@ -160,3 +161,37 @@ def test_a_trace_that_is_too_short_or_dense_is_refused(tmp_path: Path) -> None:
     dense = Trace.open(make_trace(method="full", sequences=((40, 5, 0),)).write(tmp_path / "dense"))
     with pytest.raises(TraceError, match="dense attention"):
         trace_injection(dense, 2, 2, 1, 2)
+
+
+# ---- guesses
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_guesses_foresee_the_share_asked_for(share: float) -> None:
+    n_steps, n = 30, 4
+    plain = synthetic_injection(WIDE, "infllmv2", 2, 2, [160, 150, 3], n_steps, 3.0, 1)
+    injection = with_guesses(plain, WIDE, n, share, seed=2)
+    assert injection.guess_table is not None
+    assert torch.equal(injection.ids_table, plain.ids_table)
+    hits = fresh_blocks = 0
+    for step, layer, row, head in itertools.product(range(n_steps), range(2), range(3), range(2)):
+        own = set(set_of(injection, step, (layer, row, head)))
+        both = [b for b in injection.guess_table[step, layer, row, head].tolist() if b >= 0]
+        current = (injection.contexts[row] - 1 + step) // WIDE.block_size
+        assert both == sorted(set(both))
+        assert own <= set(both) <= set(range(current + 1))
+        assert len(both) <= len(own) + n
+        if step + 1 < n_steps:
+            fresh = set(set_of(injection, step + 1, (layer, row, head))) - own - {current + 1}
+            hits += len(fresh & set(both))
+            fresh_blocks += len(fresh)
+            if current + 1 - len(own) - len(fresh) >= n:
+                assert len(both) == len(own) + n
+    assert fresh_blocks > 500
+    assert hits / fresh_blocks == pytest.approx(share, abs=0.08)
+    assert f"{share:g} (assumed)" in injection.label
+
+
+def test_impossible_guesses_are_refused() -> None:
+    plain = synthetic_injection(WIDE, "nosa", 1, 1, [160], 3, 1.0, 1)
+    for n, share in ((0, 0.5), (2, 1.5)):
+        with pytest.raises(ConfigError, match="hit_share"):
+            with_guesses(plain, WIDE, n, share)
