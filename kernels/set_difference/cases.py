@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from nosa_sys.kernels.case import Case, Operation, Tensors
-from nosa_sys.kernels.set_difference import reference
+from nosa_sys.kernels.set_difference import LoadList, reference
 
 _RANKS = {0: torch.int64, 1: torch.float32}
 _POISON = 777
 
 
 def _case(name: str, uses: str, **params: int) -> Case:
-    """n_rows rows, k wanted of n_blocks ids, slots resident; padding and repeats in per cent of the wanted list."""
+    """n_rows rows, k wanted of n_blocks ids, slots resident; padding and repeats in per cent of the wanted list,
+    unknown pages of the table. ``split``: hits and misses apart; ``guess``: a prefetch, which touches its loads alone
+    and counts wasted blocks."""
     defaults = {"n_rows": 4, "k": 8, "slots": 8, "n_blocks": 24, "keep": 0, "float_rank": 0}
     defaults |= {"padding": 20, "repeats": 0, "empty": 20, "hits": 50, "heads": 2, "block": 16}
+    defaults |= {"split": 0, "guess": 0, "unknown_pages": 0}
     return Case(name, "float32", {**defaults, **params}, frozenset(uses.split()))
 
 
@@ -43,6 +46,18 @@ def check_cases() -> list[Case]:
     ]
 
 
+def plan_cases() -> list[Case]:
+    """What only the step plan can do."""
+    both = "check small"
+    return [
+        _case("split-exact", both, n_rows=11, split=1, unknown_pages=20, heads=3),
+        _case("split-hot", both, n_rows=6, keep=1, slots=13, n_blocks=40, split=1, repeats=20),
+        _case("guess", both, n_rows=6, keep=1, slots=13, n_blocks=40, guess=1, unknown_pages=20),
+        _case("split-k64-slots80", "check", k=64, slots=80, n_blocks=400, n_rows=130, keep=1, split=1),
+        _case("split-guess-k256", "check", k=256, slots=300, n_blocks=1024, n_rows=18, keep=1, split=1, guess=1),
+    ]
+
+
 def bench_cases() -> list[Case]:
     steady = {"padding": 0, "empty": 0, "hits": 85}
     return [
@@ -56,7 +71,7 @@ def bench_cases() -> list[Case]:
             (128, 32, 40, 128),
             (128, 256, 320, 1024),
         )
-    ]
+    ] + [_case("b128-k64-s80-split", "bench", n_rows=128, k=64, slots=80, n_blocks=256, keep=1, split=1, **steady)]
 
 
 def _wanted(case: Case, generator: torch.Generator, resident: Tensor) -> Tensor:
@@ -108,6 +123,10 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         "host_rows": torch.full((rows * p["k"],), _POISON, dtype=torch.int64, device=device),
         "slot_rows": torch.full((rows * p["k"],), _POISON, dtype=torch.int64, device=device),
     }
+    inputs |= {name: bool(p[name]) for name in ("split", "guess")}
+    if p["unknown_pages"]:
+        draw = torch.rand(inputs["page_table"].shape, generator=generator, device=device) * 100
+        inputs["page_table"][draw < p["unknown_pages"]] = -1
     if rows >= 5:
         inputs["row_heads"][4::5] = -1
     return inputs
@@ -135,7 +154,7 @@ def compare(case: Case, inputs: dict[str, Any], fast: Tensors, expected: Tensors
 
 
 def _plan_launch(inputs: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    from nosa_sys.kernels.set_difference.plan import LoadList, plan_slots
+    from nosa_sys.kernels.set_difference.plan import plan_slots
 
     plan = plan_slots(
         state["slot_blocks"],
@@ -148,15 +167,15 @@ def _plan_launch(inputs: dict[str, Any], state: dict[str, Tensor]) -> dict[str, 
         page_table=inputs["page_table"],
         n_kv_heads=inputs["heads"],
         use_step=inputs["use_step"],
+        touch="loads" if inputs["guess"] else "wanted",
         token_betas=inputs["token_betas"],
         slot_betas=state["slot_betas"],
+        split=inputs["wanted"].shape[1] if inputs["split"] else None,
+        count_wasted=inputs["guess"],
     )
-    return {
-        "wanted_slots": plan.wanted_slots,
-        "wanted_rows": plan.slot_rows,
-        "n_loads": plan.n_loads,
-        "current_rows": plan.current_rows,
-    }
+    # The list has the name slot_rows among the outputs; every wanted block's row goes by another.
+    given = {name: value for name, value in vars(plan).items() if value is not None}
+    return {"wanted_rows": given.pop("slot_rows")} | given
 
 
 _STATE = ("slot_blocks", "eviction_rank", "host_rows", "slot_rows", "count", "slot_betas")
@@ -177,37 +196,51 @@ def _reference_plan(inputs: dict[str, Any]) -> Tensors:
     """The plan row by row in plain Python over the reference's update of each row."""
     state = {name: inputs[name].clone() for name in _STATE}
     wanted, heads, slots = inputs["wanted"], inputs["heads"], inputs["slot_blocks"].shape[1]
-    wanted_slots = torch.full_like(wanted, -1)
-    n_loads = wanted.new_zeros(wanted.shape[0])
-    current_rows = torch.full(wanted.shape[:1], -1, dtype=torch.int64, device=wanted.device)
-    rows = torch.full(wanted.shape, -1, dtype=torch.int64, device=wanted.device)
+    out = {"wanted_slots": torch.full_like(wanted, -1), "n_loads": wanted.new_zeros(wanted.shape[0])}
+    out["wanted_rows"] = torch.full(wanted.shape, -1, dtype=torch.int64, device=wanted.device)
+    out["current_rows"] = out["wanted_rows"][:, 0].clone()
+    if inputs["split"]:
+        out |= {"hit_rows": out["wanted_rows"].clone(), "miss_rows": out["wanted_rows"].clone()}
+        out["miss_ids"] = torch.full_like(wanted, -1)
+    if inputs["guess"]:
+        out["n_wasted"] = out["n_loads"].clone()
     pairs: list[tuple[int, int]] = []
     for row, head in enumerate(inputs["row_heads"].tolist()):
         if head < 0:
             continue
         one = slice(head, head + 1)
-        rank = inputs["eviction_rank"][one]
+        rank, old = inputs["eviction_rank"][one], inputs["slot_blocks"][head].tolist()
         update = reference.update_slots(inputs["slot_blocks"][one], wanted[row : row + 1], rank, inputs["keep"])
         state["slot_blocks"][one] = update.slot_blocks
-        wanted_slots[row] = update.wanted_slots[0]
+        at = update.wanted_slots[0]
+        out["wanted_slots"][row] = at
         is_current = (wanted[row] == inputs["current_blocks"][row]) & (wanted[row] >= 0)
         if is_current.any():
-            current_rows[row] = head * slots + update.wanted_slots[0][is_current][0]
-        rows[row] = torch.where(update.wanted_slots[0] >= 0, update.wanted_slots[0] + head * slots, -1)
+            out["current_rows"][row] = head * slots + at[is_current][0]
+        out["wanted_rows"][row] = torch.where(at >= 0, at + head * slots, -1)
+        missed = zip(update.load_blocks[0].tolist(), update.load_slots[0].tolist(), strict=True)
+        loads = [(b, slot) for b, slot in missed if b >= 0 and b != int(inputs["current_blocks"][row])]
+        touched = [slot for _, slot in loads] if inputs["guess"] else at[at >= 0].tolist()
         if inputs["use_step"] is not None:
-            state["eviction_rank"][head, update.wanted_slots[0][update.wanted_slots[0] >= 0].long()] = 99
-        loads = zip(update.load_blocks[0].tolist(), update.load_slots[0].tolist(), strict=True)
-        for block, slot in loads:
-            if block < 0 or block == int(inputs["current_blocks"][row]):
-                continue
-            n_loads[row] += 1
+            state["eviction_rank"][head, touched] = 99
+        out["n_loads"][row] = len(loads)
+        for entry, (block, slot) in enumerate(loads):
             page = int(inputs["page_table"][head // heads, block])
-            pairs.append((page * heads + head % heads, head * slots + slot))
+            pairs.append((page * heads + head % heads if page >= 0 else -1, head * slots + slot))
             state["slot_betas"][head * slots + slot] = inputs["token_betas"][head, block]
+            if inputs["split"]:
+                out["miss_ids"][row, entry], out["miss_rows"][row, entry] = block, head * slots + slot
+        if inputs["split"]:
+            loaded = torch.isin(wanted[row], wanted.new_tensor([block for block, _ in loads]))
+            out["hit_rows"][row] = torch.where(loaded, -1, out["wanted_rows"][row])
+        if inputs["guess"]:
+            new = update.slot_blocks[0].tolist()
+            lost = [slot for slot in range(slots) if old[slot] >= 0 and new[slot] != old[slot]]
+            out["n_wasted"][row] = sum(int(rank[0, slot]) % 2 == 0 for slot in lost)
     state["count"][0] = len(pairs)
     for index, (host_row, slot_row) in enumerate(pairs):
         state["host_rows"][index], state["slot_rows"][index] = host_row, slot_row
-    return state | {"wanted_slots": wanted_slots, "wanted_rows": rows, "n_loads": n_loads, "current_rows": current_rows}
+    return state | out
 
 
 def compare_plan(
@@ -249,7 +282,7 @@ UPDATE = Operation(
 
 PLAN = Operation(
     name="slot_plan",
-    cases=lambda: check_cases() + bench_cases(),
+    cases=lambda: check_cases() + plan_cases() + bench_cases(),
     make_inputs=make_inputs,
     fast=_fast_plan,
     reference=_reference_plan,

@@ -52,6 +52,10 @@ def update_slots_kernel(
     load_slots,
     n_loads,
     current_rows,
+    hit_rows,
+    miss_rows,
+    miss_ids,
+    n_wasted,
     list_host_rows,
     list_slot_rows,
     list_count,
@@ -62,6 +66,7 @@ def update_slots_kernel(
     slot_betas,
     scratch,
     n_wanted,
+    n_split,
     n_slots,
     rank_pitch,
     list_capacity,
@@ -69,6 +74,7 @@ def update_slots_kernel(
     n_kv_heads,
     beta_blocks,
     KEEP_UNWANTED: tl.constexpr,
+    TOUCH_LOADS: tl.constexpr,
     WANTED: tl.constexpr,
     SLOTS: tl.constexpr,
     WANTED_PART: tl.constexpr,
@@ -76,7 +82,7 @@ def update_slots_kernel(
     BLOCK: tl.constexpr,
     BLOCK_PART: tl.constexpr,
 ):
-    """One row: see ``plan_slots``. WANTED and SLOTS are padded to powers of two, the parts divide them."""
+    """One row: see ``plan_reference.plan_slots``. WANTED and SLOTS are powers of two, the parts divide them."""
     NOWHERE: tl.constexpr = 1 << 30
     ALL_WANTED: tl.constexpr = WANTED_PART == WANTED
     ALL_SLOTS: tl.constexpr = SLOTS_PART == SLOTS
@@ -193,6 +199,19 @@ def update_slots_kernel(
     if current_rows is not None:
         at_current = tl.where((block == current) & (target >= 0), slot_row, -1)
         tl.store(current_rows + row, tl.max(at_current, axis=0))
+    if hit_rows is not None:
+        here = asked & (resident | (block == current))
+        tl.store(hit_rows + row * n_wanted + entry, tl.where(here, slot_row, -1), mask=entry < n_wanted)
+        miss = row * n_split + order
+        padding = (entry >= n_loaded) & (entry < n_split)
+        tl.store(miss_rows + miss, slot_row, mask=loaded & (order < n_split))
+        tl.store(miss_ids + miss, block, mask=loaded & (order < n_split))
+        tl.store(miss_rows + row * n_split + entry, -1, mask=padding)
+        tl.store(miss_ids + row * n_split + entry, -1, mask=padding)
+    if n_wasted is not None:
+        # With KEEP_UNWANTED alone: victims are the residents that may be emptied, whose rank was read above.
+        lost = (arriving >= 0) & (state == 1) & (rank % 2 == 0)
+        tl.store(n_wasted + row, tl.sum(lost.to(tl.int32), axis=0))
     if load_blocks is not None:
         padding = (entry >= n_loaded) & (entry < n_wanted)
         tl.store(load_blocks + row * n_wanted + order, block, mask=loaded)
@@ -203,13 +222,17 @@ def update_slots_kernel(
         step = tl.load(use_step).to(eviction_rank.dtype.element_ty)
         used = tl.zeros([WANTED], eviction_rank.dtype.element_ty) + step
         # With KEEP_UNWANTED the pointer is at this row already: a rank that is touched is always read too.
-        tl.store(eviction_rank + target, used, mask=target >= 0)
+        touched = target >= 0
+        if TOUCH_LOADS:
+            touched = loaded
+        tl.store(eviction_rank + target, used, mask=touched)
     if list_count is not None:
         start = tl.atomic_add(list_count, n_loaded, sem="relaxed")
         if page_table is not None:
             lane = head // n_kv_heads
             page = tl.load(page_table + lane * table_pitch + block, mask=loaded, other=0).to(tl.int64)
-            host_row = page * n_kv_heads + (head - lane * n_kv_heads)
+            # An unknown page gives -1 in every head, which the copy skips.
+            host_row = tl.where(page >= 0, page * n_kv_heads + (head - lane * n_kv_heads), -1)
         else:
             host_row = tl.load(host_row_base + row) + block
         position = start.to(tl.int64) + order
@@ -235,8 +258,10 @@ def launch_update(
     n_kv_heads: int,
     num_warps: int,
     tile_elements: int,
+    *,
+    touch_loads: bool = False,
 ) -> None:
-    """Check shapes, choose parts and launch; ``options`` names every pointer that may be absent."""
+    """Check shapes, choose parts and launch; ``outputs`` and ``options`` name every pointer, absent ones too."""
     n_rows, k = wanted.shape
     n_slots = slot_blocks.shape[1]
     if n_slots < k:
@@ -255,6 +280,7 @@ def launch_update(
     if wanted_part < wanted_pad or slots_part < slots_pad:
         scratch = wanted.new_empty((n_rows, 2 * wanted_pad + 2 * slots_pad))
     table, betas, loads = options["page_table"], options["token_betas"], options["list_host_rows"]
+    misses = outputs["miss_rows"]
     block = 1 if betas is None else betas.shape[-1]
     with on_device(wanted):
         update_slots_kernel[(n_rows,)](
@@ -265,6 +291,7 @@ def launch_update(
             **options,
             scratch=scratch,
             n_wanted=k,
+            n_split=0 if misses is None else misses.shape[1],
             n_slots=n_slots,
             rank_pitch=eviction_rank.stride(0),
             list_capacity=0 if loads is None else loads.numel(),
@@ -272,6 +299,7 @@ def launch_update(
             n_kv_heads=n_kv_heads,
             beta_blocks=0 if betas is None else betas.shape[1],
             KEEP_UNWANTED=keep_unwanted,
+            TOUCH_LOADS=touch_loads,
             WANTED=wanted_pad,
             SLOTS=slots_pad,
             WANTED_PART=wanted_part,
@@ -282,6 +310,19 @@ def launch_update(
         )
 
 
+OUTPUTS = (
+    "updated_blocks",
+    "wanted_slots",
+    "slot_rows",
+    "load_blocks",
+    "load_slots",
+    "n_loads",
+    "current_rows",
+    "hit_rows",
+    "miss_rows",
+    "miss_ids",
+    "n_wasted",
+)
 OPTIONS = (
     "row_heads",
     "current_blocks",
@@ -307,38 +348,45 @@ def update_slots(
 ) -> SlotUpdate:
     """As ``reference.update_slots``; whether the wanted blocks fit is judged by k (slots >= k), without looking at
     the data. Raises CapacityError otherwise, ConfigError for maps that are not contiguous int32."""
-    outputs = SlotUpdate(
+    update = SlotUpdate(
         torch.empty_like(slot_blocks),
         torch.empty_like(wanted),
         torch.empty_like(wanted),
         torch.empty_like(wanted),
         wanted.new_empty(wanted.shape[0]),
     )
-    named: dict[str, Tensor | None] = {
-        "updated_blocks": outputs.slot_blocks,
-        "wanted_slots": outputs.wanted_slots,
-        "slot_rows": None,
-        "load_blocks": outputs.load_blocks,
-        "load_slots": outputs.load_slots,
-        "n_loads": outputs.n_loads,
-        "current_rows": None,
-    }
+    outputs: dict[str, Tensor | None] = dict.fromkeys(OUTPUTS) | update._asdict()
+    outputs["updated_blocks"] = outputs.pop("slot_blocks")
     options: dict[str, Tensor | None] = dict.fromkeys(OPTIONS)
-    launch_update(slot_blocks, wanted, eviction_rank, keep_unwanted, named, options, 1, num_warps, tile_elements)
-    return outputs
+    launch_update(slot_blocks, wanted, eviction_rank, keep_unwanted, outputs, options, 1, num_warps, tile_elements)
+    return update
 
 
 def _aot_specs() -> list[AotSpec]:
     specs = []
     ints = ("slot_blocks", "wanted", "updated_blocks", "wanted_slots", "n_loads")
-    sizes = ("n_wanted", "n_slots", "rank_pitch", "list_capacity", "table_pitch", "n_kv_heads", "beta_blocks")
+    sizes = (
+        "n_wanted",
+        "n_split",
+        "n_slots",
+        "rank_pitch",
+        "list_capacity",
+        "table_pitch",
+        "n_kv_heads",
+        "beta_blocks",
+    )
     for name, rank, keep, k, slots in (
         ("lists-k64", "fp32", False, 64, 64),
         ("lists-k1025", "i64", True, 1025, 1100),
         ("plan-k64", "i64", True, 64, 128),
         ("plan-k256", "fp32", True, 256, 320),
+        ("plan-split-exact-k64", "i64", False, 64, 64),
+        ("plan-split-k64", "i64", True, 64, 80),
+        ("plan-prefetch-k72", "i64", True, 72, 96),
     ):
-        constants: dict[str, Any] = {"KEEP_UNWANTED": keep, "WANTED": padded(k), "SLOTS": padded(slots)}
+        prefetch = name.startswith("plan-prefetch")
+        constants: dict[str, Any] = {"KEEP_UNWANTED": keep, "TOUCH_LOADS": prefetch}
+        constants |= {"WANTED": padded(k), "SLOTS": padded(slots)}
         part = 16384 // max(constants["WANTED"], constants["SLOTS"])
         constants |= {"WANTED_PART": min(part, padded(k)), "SLOTS_PART": min(part, padded(slots))}
         constants |= {"BLOCK": 64, "BLOCK_PART": min(64, 8192 // padded(k))}
@@ -349,7 +397,9 @@ def _aot_specs() -> list[AotSpec]:
             types |= {"load_blocks": "*i32", "load_slots": "*i32"}
         else:
             types |= dict.fromkeys(("slot_rows", "row_heads", "list_host_rows", "list_slot_rows"), "*i64")
-            types |= {"use_step": "*i64", "current_rows": "*i64"}
+            types |= {"current_rows": "*i64"} | ({"use_step": "*i64"} if keep else {})
+            types |= {"hit_rows": "*i64", "miss_rows": "*i64", "miss_ids": "*i32"} if "split" in name else {}
+            types |= {"n_wasted": "*i32"} if prefetch else {}
             types |= {"current_blocks": "*i64", "list_count": "*i32", "page_table": "*i64"}
             types |= {"token_betas": "*fp32", "slot_betas": "*fp32"}
         for argument in update_slots_kernel.arg_names:
