@@ -1,4 +1,4 @@
-"""Sparse decode attention over slots: the Triton kernels on CUDA, else the reference."""
+"""Sparse decode attention over slots or pages: the Triton kernels on CUDA, else the reference."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ def sparse_decode_attention(
     q: Tensor,
     slots: Tensor,
     slot_betas: Tensor | None,
-    slot_rows: Tensor,
+    slot_rows: Tensor | None,
     block_ids: Tensor,
     lengths: Tensor,
+    page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``reference.sparse_decode_attention``; the kernel has no gradient, so tensors that want one take the
     reference, and recognises equal block ids only where they are neighbours."""
@@ -24,8 +25,8 @@ def sparse_decode_attention(
     if use_triton(q, slots) and not learns:
         from nosa_sys.kernels.sparse_decode_attention import triton
 
-        return triton.sparse_decode_attention(q, slots, slot_betas, slot_rows, block_ids, lengths)
-    return reference.sparse_decode_attention(q, slots, slot_betas, slot_rows, block_ids, lengths)
+        return triton.sparse_decode_attention(q, slots, slot_betas, slot_rows, block_ids, lengths, page_table)
+    return reference.sparse_decode_attention(q, slots, slot_betas, slot_rows, block_ids, lengths, page_table)
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

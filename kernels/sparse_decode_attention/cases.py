@@ -1,4 +1,4 @@
-"""Cases of decode attention over slots, and of the two-part merge."""
+"""Cases of decode attention over slots and over pages by block id, and of the two-part merge."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _LSE_LIMIT = 1e-4
 
 def _case(name: str, uses: str, dtype: str = "bfloat16", **params: int) -> Case:
     """``length``: context tokens of row 0, the others are shorter; the k blocks are spread over it, the last
-    included. ``spare_rows``: slots that nobody names, in front of the used ones."""
+    included. ``spare_rows``: slots that nobody names, in front of the used ones. ``paged``: blocks lie in pages of
+    all heads, found through a table; ``narrow``: blocks of the longest context that the table is too short for."""
     filled = {"batch": 2, "kv_heads": 2, "group": 4, "head_dim": 64, "block": 64, "topk": 3, "length": 400}
-    filled |= {"biased": 1, "holes": 0, "spare_rows": 3, **params}
+    filled |= {"biased": 1, "holes": 0, "spare_rows": 3, "paged": 0, "narrow": 0, **params}
     return Case(name, dtype, filled, frozenset(uses.split()))
 
 
@@ -38,6 +39,14 @@ def attend_cases() -> list[Case]:
         _case("fp16-unbiased-block-80", both, "float16", block=80, biased=0, head_dim=80),
         _case("leading-holes", both, block=16, topk=20, holes=2),
         _case("empty-rows", both, holes=3),
+        _case("pages-fp32-d64-g3", both, "float32", paged=1, group=3, holes=1),
+        _case("pages-bf16-d80-block-16-narrow", both, paged=1, head_dim=80, block=16, topk=9, kv_heads=3, narrow=1),
+        _case("pages-fp16-block-128", both, "float16", paged=1, block=128, topk=2, biased=0),
+        _case("pages-bf16-leading-holes", both, paged=1, block=32, topk=12, holes=2, length=300),
+        _case("pages-empty-rows", both, paged=1, holes=3),
+        _case("pages-bf16-16K", "check", paged=1, length=16384, batch=5, holes=1, narrow=1, **big),
+        # Page 65,536 of 2 x 16,384 elements starts at element 2^31.
+        _case("pages-past-2^31-elements", "check", paged=1, length=16384, batch=3, spare_rows=131_072, **big),
         _case("fp32-4097", "check", "float32", length=4097, topk=64, head_dim=128, group=3, kv_heads=3, batch=3),
         _case("bf16-4097-holes", "check", length=4097, holes=1, batch=5, **big),
         _case("bf16-hkv8", "check", length=16384, batch=64, kv_heads=8, **(big | {"group": 4})),
@@ -47,6 +56,8 @@ def attend_cases() -> list[Case]:
         _case("b64-hkv2", "bench", length=16384, batch=64, **big),
         _case("b64-hkv8", "bench", length=16384, batch=64, kv_heads=8, **(big | {"group": 4})),
         _case("b16-hkv2", "bench", length=131072, batch=16, **big),
+        _case("pages-b64-hkv2", "bench", paged=1, length=16384, batch=64, **big),
+        _case("pages-b64-hkv8", "bench", paged=1, length=16384, batch=64, kv_heads=8, **(big | {"group": 4})),
         _case("b64-hkv2-block-128", "bench", length=16384, batch=64, **(big | {"block": 128, "topk": 32})),
         _case("b64-hkv2-block-32", "bench", length=16384, batch=64, **(big | {"block": 32, "topk": 128})),
         _case("b1-hkv2", "bench", length=16384, batch=1, **big),
@@ -67,6 +78,23 @@ def _block_ids(case: Case, lengths: Tensor, generator: torch.Generator) -> Tenso
     return torch.where(ids == largest, -1, ids).int()
 
 
+def _make_pages(case: Case, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A page table int64 [batch, block] of pages in random order behind the spare ones, with the case's holes; and the
+    rows that it gives the entries, looked up one by one."""
+    p = case.params
+    n_blocks = -(-p["length"] // p["block"])
+    table = torch.randperm(p["batch"] * n_blocks, generator=generator, device=ids.device).view(p["batch"], n_blocks)
+    table = (table + -(-p["spare_rows"] // p["kv_heads"]))[:, : n_blocks - p["narrow"]]
+    if p["holes"] == 1:
+        table[0, ids[0, 0, 1].long()] = -1
+    elif p["holes"] == 3:
+        table[0] = -1
+    batch = torch.arange(p["batch"], device=ids.device).view(-1, 1, 1)
+    heads = torch.arange(p["kv_heads"], device=ids.device).view(-1, 1)
+    pages = torch.where(ids < table.shape[1], table[batch, ids.long().clamp(0, table.shape[1] - 1)], -1)
+    return table, torch.where((ids >= 0) & (pages >= 0), pages * p["kv_heads"] + heads, -1)
+
+
 def make_attend_inputs(case: Case, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
     """Slots in random order, NaN wherever no valid token lies (in K, V and betas)."""
     p, dtype = case.params, case.torch_dtype
@@ -85,13 +113,17 @@ def make_attend_inputs(case: Case, device: torch.device, generator: torch.Genera
         ids = torch.where(torch.arange(p["topk"], device=device) == last, ids, -1)
     elif p["holes"] == 3:
         rows[0], ids[-1, 0] = -1, -1
+    page_table, n_rows = None, n_used + p["spare_rows"]
+    if p["paged"]:
+        page_table, rows = _make_pages(case, ids, generator)
+        n_rows = (int(page_table.max()) + 1) * p["kv_heads"]
 
     tokens = ids.unsqueeze(-1) * p["block"] + torch.arange(p["block"], device=device)
     valid = ((tokens < lengths.view(-1, 1, 1, 1)) & ((ids >= 0) & (rows >= 0)).unsqueeze(-1)).flatten(0, 2)
     place = torch.arange(n_used, device=device).view_as(ids)
     where = torch.where(rows >= 0, rows, place + p["spare_rows"]).flatten()
     where = where if (rows >= 0).all() else torch.where(valid.any(-1), where, -1)
-    slots = torch.full((n_used + p["spare_rows"], 2, p["block"], p["head_dim"]), math.nan, dtype=dtype, device=device)
+    slots = torch.full((n_rows, 2, p["block"], p["head_dim"]), math.nan, dtype=dtype, device=device)
     betas = torch.full((slots.shape[0], p["block"]), math.nan, device=device)
     q = torch.randn((p["batch"], p["kv_heads"] * p["group"], p["head_dim"]), generator=generator, device=device)
     for start in range(0, n_used, 4096):
@@ -106,7 +138,8 @@ def make_attend_inputs(case: Case, device: torch.device, generator: torch.Genera
         "q": q.to(dtype),
         "slots": slots,
         "slot_betas": betas if p["biased"] else None,
-        "slot_rows": rows,
+        "slot_rows": None if p["paged"] else rows,
+        "page_table": page_table,
         "block_ids": ids,
         "lengths": lengths,
         "n_tokens": int(valid.sum()),
@@ -117,7 +150,7 @@ def make_attend_inputs(case: Case, device: torch.device, generator: torch.Genera
     return inputs
 
 
-_NAMES = ("q", "slots", "slot_betas", "slot_rows", "block_ids", "lengths")
+_NAMES = ("q", "slots", "slot_betas", "slot_rows", "block_ids", "lengths", "page_table")
 
 
 def fast_attend(inputs: dict[str, Any]) -> Tensors:
@@ -132,7 +165,9 @@ def reference_attend(inputs: dict[str, Any]) -> Tensors:
     for i in range(len(inputs["q"])):  # one sequence at a time bounds the fp32 copy of its blocks
         rows = slice(i, i + 1)
         arguments = {name: inputs[name] for name in _NAMES}
-        arguments |= {name: inputs[name][rows] for name in ("q", "slot_rows", "block_ids", "lengths")}
+        arguments |= {name: inputs[name][rows] for name in ("q", "block_ids", "lengths")}
+        place = "slot_rows" if inputs["page_table"] is None else "page_table"
+        arguments[place] = inputs[place][rows]
         arguments["q"] = arguments["q"].float()
         parts.append(reference.sparse_decode_attention(**arguments))
     return {"out": torch.cat([p[0] for p in parts]), "lse": torch.cat([p[1] for p in parts])}

@@ -1,4 +1,4 @@
-"""Block-sparse decode attention over device slots, with the eviction score as a bias (paper section 3).
+"""Block-sparse decode attention over device slots or pages, with the eviction score as a bias (paper section 3).
 
 out = softmax(q . k / sqrt(D) + beta) . v over the tokens of the selected blocks. The bias is added after the scaling,
 in natural-log units. The log-sum-exp is returned too, so that parts computed apart can be merged exactly.
@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.numerics import acc_dtype
 
 
@@ -18,9 +19,10 @@ def sparse_decode_attention(
     q: Tensor,
     slots: Tensor,
     slot_betas: Tensor | None,
-    slot_rows: Tensor,
+    slot_rows: Tensor | None,
     block_ids: Tensor,
     lengths: Tensor,
+    page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the selected blocks of each (sequence, KV head).
 
@@ -28,9 +30,14 @@ def sparse_decode_attention(
     slot_rows int64 and block_ids int32 [batch, kv_head, k], -1 in either skips the entry; lengths [batch], context
     tokens. Token ``offset`` of a block is valid when block_id * block + offset < length. A block id given twice is
     attended once. Invalid tokens and slots that are not named may hold anything, NaN included.
+    With ``page_table`` int64 or int32 [batch, block] (``slot_rows`` is None then) the rows are those of pages that all
+    heads share: see ``rows_of_pages``. Exactly one of the two is given, else ConfigError.
     Returns out [batch, q_head, head_dim] in q's type and lse [batch, q_head] in float32 (float64 for float64); a row
     without a valid token gives zeros and -inf. Differentiable in q, slots and slot_betas.
     """
+    slot_rows = slots_or_pages(slot_rows, page_table)
+    if page_table is not None:
+        slot_rows = rows_of_pages(page_table, block_ids)
     dtype = acc_dtype(q, slots)
     batch, n_q_heads, head_dim = q.shape
     n_kv_heads, block_size = slot_rows.shape[1], slots.shape[2]
@@ -71,6 +78,27 @@ def sparse_decode_attention(
     parts = torch.bmm(weights.flatten(0, 2), values)
     out = parts.view(batch, n_kv_heads, n_blocks, group, head_dim).sum(2) / total.unsqueeze(-1)
     return out.reshape(batch, n_q_heads, head_dim).to(q.dtype), lse.reshape(batch, n_q_heads)
+
+
+def slots_or_pages(slot_rows: Tensor | None, page_table: Tensor | None) -> Tensor:
+    """The one that is given; ConfigError when it is neither or both."""
+    given = [t for t in (slot_rows, page_table) if t is not None]
+    if len(given) != 1:
+        raise ConfigError(f"{'both' if given else 'neither'} of slot_rows and page_table given; give exactly one")
+    return given[0]
+
+
+def rows_of_pages(page_table: Tensor, block_ids: Tensor) -> Tensor:
+    """page_table [batch, block], block_ids [batch, kv_head, k] -> int64 rows page * n_kv_heads + kv_head, [batch,
+    kv_head, k]; -1 where the id is -1 or past the table, or its page is -1."""
+    n_kv_heads, n_blocks = block_ids.shape[1], page_table.shape[1]
+    known = (block_ids >= 0) & (block_ids < n_blocks)
+    if n_blocks == 0:
+        return torch.full_like(block_ids, -1, dtype=torch.int64)
+    places = torch.where(known, block_ids, 0).long().flatten(1)
+    pages = page_table.gather(1, places).view(block_ids.shape).long()
+    heads = torch.arange(n_kv_heads, device=block_ids.device).view(-1, 1)
+    return torch.where(known & (pages >= 0), pages * n_kv_heads + heads, -1)
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

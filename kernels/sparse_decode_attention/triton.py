@@ -1,4 +1,4 @@
-"""Decode attention over KV blocks, split along the context: slots of a selection, or pages of a whole context.
+"""Decode attention over KV blocks, split along the context: slots or pages of a selection, pages of a whole context.
 
 ``attend_kernel`` gives one CTA a run of blocks of one (batch, kv_head): an online softmax over tiles of tokens, K and V
 of the next tiles already on their way (``num_stages``). ``combine_kernel`` merges the splits by their log-sum-exp; it
@@ -23,6 +23,7 @@ from torch import Tensor
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
 from nosa_sys.kernels.launch import choose_splits, interpreting, n_sms, on_device, padded
+from nosa_sys.kernels.sparse_decode_attention.reference import slots_or_pages
 
 _LOG2_E = math.log2(math.e)
 
@@ -54,7 +55,7 @@ def dot_scores(query, keys, UPCAST: tl.constexpr):
     return tl.dot(query, keys.to(query.dtype), input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["n_entries", "q_batch_rows"])
+@triton.jit(do_not_specialize=["n_entries", "table_width", "table_pitch", "q_batch_rows"])
 def attend_kernel(
     q,
     kv,
@@ -65,6 +66,8 @@ def attend_kernel(
     out,
     lse,
     n_entries,
+    table_width,
+    table_pitch,
     q_batch_rows,
     scale_log2,
     KV_HEADS: tl.constexpr,
@@ -81,7 +84,8 @@ def attend_kernel(
     STAGES: tl.constexpr,
 ):
     """kv [row, 2, BLOCK, DIM]. Slots: rows int64 and block_ids int32 [batch, kv_head, n_entries]. PAGED: rows is a
-    table int32 [batch, n_entries] of pages, entry e holding block e; row = page * KV_HEADS + kv_head.
+    table [batch, table_width] of pages, its rows table_pitch apart; row = page * KV_HEADS + kv_head. Its entries are
+    those that block_ids name, or, without block_ids, every block of the context (n_entries = table_width).
 
     A tile holds TILE / BLOCK_PAD blocks, or the TILE-token part of one block. out [batch, q_head, SPLITS, DIM] and lse
     [batch, q_head, SPLITS], natural log. The same block id in two neighbouring entries counts once.
@@ -101,13 +105,14 @@ def attend_kernel(
     query_at = q + (batch * q_batch_rows + head * GROUP) * DIM + heads[:, None] * DIM + dims[None, :]
     query = tl.load(query_at, mask=in_group[:, None] & in_dim[None, :], other=0.0)
     length = tl.load(lengths + batch).to(tl.int32)
-    if PAGED:
-        entries_at = rows + batch * n_entries
-        n_listed = tl.minimum(tl.cdiv(length, BLOCK), n_entries)
-    else:
-        entries_at = rows + pair * n_entries
+    LISTED: tl.constexpr = block_ids is not None
+    BY_ID: tl.constexpr = PAGED and LISTED
+    entries_at = rows + (batch * table_pitch if PAGED else pair * n_entries)
+    n_listed = n_entries
+    if LISTED:
         ids_at = block_ids + pair * n_entries
-        n_listed = n_entries
+    else:
+        n_listed = tl.minimum(tl.cdiv(length, BLOCK), n_entries)
 
     n_tiles = tl.cdiv(n_listed, PACK) * PARTS
     per_split = tl.cdiv(n_tiles, SPLITS)
@@ -119,29 +124,34 @@ def attend_kernel(
         if PACK == 1:
             entry = tile // PARTS
             offset = (tile % PARTS) * TILE + lanes
-            row = tl.load(entries_at + entry).to(tl.int64)
-            if PAGED:
-                block = entry
-                listed = row >= 0
-            else:
+            block = entry
+            if not BY_ID:
+                row = tl.load(entries_at + entry).to(tl.int64)
+            if LISTED:
                 block = tl.load(ids_at + entry)
                 same = tl.load(ids_at + entry - 1, mask=entry > 0, other=-1) == block
+            if BY_ID:
+                row = tl.load(entries_at + block, mask=(block >= 0) & (block < table_width), other=-1).to(tl.int64)
+            elif LISTED:
                 same = same & (tl.load(entries_at + entry - 1, mask=entry > 0, other=-1) >= 0)
-                listed = (row >= 0) & (block >= 0) & (same == 0)
         else:
             entry = tile * PACK + lanes // BLOCK_PAD
             offset = lanes % BLOCK_PAD
             there = entry < n_listed
-            row = tl.load(entries_at + entry, mask=there, other=-1).to(tl.int64)
-            if PAGED:
-                block = entry
-                listed = row >= 0
-            else:
+            block = entry
+            if not BY_ID:
+                row = tl.load(entries_at + entry, mask=there, other=-1).to(tl.int64)
+            if LISTED:
                 block = tl.load(ids_at + entry, mask=there, other=-1)
                 behind = there & (entry > 0)
                 same = tl.load(ids_at + entry - 1, mask=behind, other=-1) == block
+            if BY_ID:
+                row = tl.load(entries_at + block, mask=(block >= 0) & (block < table_width), other=-1).to(tl.int64)
+            elif LISTED:
                 same = same & (tl.load(entries_at + entry - 1, mask=behind, other=-1) >= 0)
-                listed = (row >= 0) & (block >= 0) & (same == 0)
+        listed = row >= 0
+        if LISTED:
+            listed = listed & (block >= 0) & (same == 0)
         if PAGED:
             row = row * KV_HEADS + head
         # Entries that are skipped point at row 0, so that no address is ever formed from a bad row number.
@@ -236,8 +246,11 @@ def attend(
     num_warps: int = 4,
     num_stages: int = 4,
 ) -> tuple[Tensor, Tensor]:
-    """Launch ``attend_kernel`` and, where the work was split, ``combine_kernel``. ``block_ids`` None: ``rows`` is a
-    page table [batch, page]. Returns (out [batch, q_head, head_dim], lse float32 [batch, q_head])."""
+    """Launch ``attend_kernel`` and, where the work was split, ``combine_kernel``.
+
+    ``rows`` [batch, kv_head, entry] are slots, ``rows`` [batch, block] a page table; ``block_ids`` [batch, kv_head,
+    entry], None (with a page table alone): every block of the context. Returns (out [batch, q_head, head_dim], lse
+    float32 [batch, q_head])."""
     batch, n_q_heads, dim = q.shape
     block_size = kv.shape[2]
     if not kv.is_contiguous():
@@ -245,10 +258,13 @@ def attend(
     if kv.dtype != q.dtype and q.dtype != torch.float32:
         raise ConfigError(f"queries are {q.dtype}, KV blocks {kv.dtype}; they must be of one type")
     group = n_q_heads // n_kv_heads
-    rows, lengths = rows.contiguous(), lengths.contiguous()
+    paged = rows.dim() == 2
+    if not (paged and rows.stride(1) == 1):
+        rows = rows.contiguous()
+    lengths = lengths.contiguous()
     block_ids = None if block_ids is None else block_ids.contiguous()
     q = q if q.stride(2) == 1 and q.stride(1) == dim and q.stride(0) % dim == 0 else q.contiguous()
-    n_entries = rows.shape[-1]
+    n_entries = rows.shape[-1] if block_ids is None else block_ids.shape[-1]
     tile = tile or default_tile(q.dtype)
     units = max(1, -(-n_entries // max(1, tile // padded(block_size))))
     places = n_sms(q.device) * ctas_per_sm
@@ -273,6 +289,8 @@ def attend(
             part_out,
             part_lse,
             n_entries,
+            rows.shape[-1],
+            rows.stride(0),
             q.stride(0) // dim,
             _LOG2_E / math.sqrt(dim),
             KV_HEADS=n_kv_heads,
@@ -284,7 +302,7 @@ def attend(
             BLOCK_PAD=padded(block_size),
             TILE=tile,
             SPLITS=splits,
-            PAGED=block_ids is None,
+            PAGED=paged,
             UPCAST=interpreting() or q.dtype == torch.float32,
             STAGES=num_stages,
             num_warps=num_warps,
@@ -308,13 +326,15 @@ def sparse_decode_attention(
     q: Tensor,
     slots: Tensor,
     slot_betas: Tensor | None,
-    slot_rows: Tensor,
+    slot_rows: Tensor | None,
     block_ids: Tensor,
     lengths: Tensor,
+    page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``reference.sparse_decode_attention``, without gradient. Of equal block ids only neighbours are recognised:
     ids come in ascending order, as the selection gives them, or distinct."""
-    return attend(q, slots, slot_betas, slot_rows, block_ids, lengths, slot_rows.shape[1])
+    rows = slots_or_pages(slot_rows, page_table)
+    return attend(q, slots, slot_betas, rows, block_ids, lengths, block_ids.shape[1])
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -328,24 +348,33 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     return out, lse
 
 
-def attend_spec(dtype: str, dim: int, block: int, *, paged: bool, biased: bool) -> AotSpec:
-    """``attend_kernel`` for a type ("bf16", "fp16", "fp32"), as ``attend`` launches it."""
+def attend_spec(dtype: str, dim: int, block: int, *, paged: bool, biased: bool, listed: bool = False) -> AotSpec:
+    """``attend_kernel`` for a type ("bf16", "fp16", "fp32"), as ``attend`` launches it; ``listed``: pages by id."""
     constants: dict[str, Any] = {"KV_HEADS": 2, "GROUP": 16, "GROUP_PAD": 16, "DIM": dim, "DIM_PAD": padded(dim)}
     constants |= {"BLOCK": block, "BLOCK_PAD": padded(block), "TILE": 32 if dtype == "fp32" else 64, "SPLITS": 2}
     constants |= {"PAGED": paged, "UPCAST": dtype == "fp32", "STAGES": 4}
     constants |= {} if biased else {"betas": None}
-    constants |= {"block_ids": None} if paged else {}
-    signature = {"q": f"*{dtype}", "kv": f"*{dtype}", "betas": "*fp32", "rows": "*i32" if paged else "*i64"}
+    constants |= {"block_ids": None} if paged and not listed else {}
+    signature = {
+        "q": f"*{dtype}",
+        "kv": f"*{dtype}",
+        "betas": "*fp32",
+        "rows": "*i32" if paged and not listed else "*i64",
+    }
     signature |= {"block_ids": "*i32", "lengths": "*i32", "out": "*fp32", "lse": "*fp32"}
-    signature |= {"n_entries": "i32", "q_batch_rows": "i32", "scale_log2": "fp32"}
+    signature |= dict.fromkeys(("n_entries", "table_width", "table_pitch", "q_batch_rows"), "i32") | {
+        "scale_log2": "fp32"
+    }
     signature |= dict.fromkeys(constants, "constexpr")
-    name = f"attend-{'pages' if paged else 'slots'}-{dtype}-{dim}-{block}"
+    name = f"attend-{'listed-' if listed else ''}{'pages' if paged else 'slots'}-{dtype}-{dim}-{block}"
     return AotSpec(name, attend_kernel, signature, constants, 4, 4)
 
 
 def _aot_specs() -> list[AotSpec]:
     shapes = (("bf16", 128, 64), ("bf16", 80, 16), ("fp16", 96, 48), ("fp32", 64, 64))
     specs = [attend_spec(dtype, dim, block, paged=False, biased=dim != 96) for dtype, dim, block in shapes]
+    for dtype, dim, block in (("bf16", 128, 64), ("bf16", 80, 16), ("fp16", 128, 128), ("fp32", 64, 64)):
+        specs.append(attend_spec(dtype, dim, block, paged=True, biased=dim != 128 or block == 64, listed=True))
     dims = {"DIM": 96, "DIM_PAD": 128}
     for dtype in ("bf16", "fp16", "fp32"):
         constants = {"SPLITS": 5, "SPLITS_PAD": 8} | dims
