@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nosa_sys.engine.phases import PHASES
 from nosa_sys.engine.plan import StepPlan
 from nosa_sys.engine.prefill import PrefillCost
-from nosa_sys.errors import ConfigError
-from nosa_sys.traces.schema import WHOLE_STEP_LAYER, SequenceInfo, TraceMeta
-from nosa_sys.traces.writer import TraceWriter
+from nosa_sys.engine.work_thread import WorkThread
+from nosa_sys.errors import ConfigError, TraceError
+from nosa_sys.traces.schema import TIMELINE_FILE, WHOLE_STEP_LAYER, SequenceInfo, TraceMeta
+from nosa_sys.traces.timeline import Mark, StepMarks, write_timeline
+from nosa_sys.traces.writer import FlatLists, TraceWriter
 
 FLUSH_INTERVAL_S = 2.0
+MAX_PENDING_CALLS = 8  # a step of 32 layers, 64 rows, 2 heads and 64 blocks holds 1.3 MB
+_TABLE_BYTES = 2**20  # what count_shared marks blocks in; fits a core's cache
 
 
 class Recorder:
     """Give it to one Engine; as a context manager it completes the trace, or leaves it incomplete after an error.
 
     ``facts`` are fields of TraceMeta that an engine does not know: device, driver, pcie, versions, git_revision, seed.
+
+    With ``background`` one thread does the work, in order, and every call returns at once unless more than
+    MAX_PENDING_CALLS wait. An error of that thread is raised by the next call and by `close`. Arrays of a plan belong
+    to the recorder until `consumed_steps` has passed the plan.
     """
 
     def __init__(
@@ -35,13 +47,20 @@ class Recorder:
         overwrite: bool = False,
         rows_per_part: int = 65536,
         facts: dict[str, Any] | None = None,
+        background: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self._overwrite, self._rows_per_part, self._facts = overwrite, rows_per_part, dict(facts or {})
+        self._background = background
+        self._thread: WorkThread | None = None
         self._writer: TraceWriter | None = None
         self._sequences: dict[int, SequenceInfo] = {}
-        self._previous: dict[int, np.ndarray] = {}
-        self._n_steps = self._longest_blocks = 0
+        self._new_tokens: dict[int, int] = {}
+        self._previous: dict[int, NDArray[np.int32]] = {}  # ids of a sequence's last row, [layer, head, k], -1 padded
+        self._marks: list[StepMarks] = []
+        self._marks_end_us = 0.0
+        self._n_steps = self._longest_blocks = self._consumed_steps = 0
+        self._step_over = threading.Condition()
         self._dense = False
         self._block_bytes = 0
         self._flushed_at_s = time.monotonic()
@@ -52,6 +71,18 @@ class Recorder:
             raise ConfigError(f"the recorder of {self.directory} has no engine yet: pass it to Engine(recorder=...)")
         return self._writer
 
+    @property
+    def consumed_steps(self) -> int:
+        """Calls of `on_step` whose plan is not read any more (or never will be, after an error)."""
+        return self._consumed_steps
+
+    def wait_consumed(self, n_steps: int) -> None:
+        """Block until `consumed_steps` is at least ``n_steps``; raises the error of the thread, if there is one."""
+        with self._step_over:
+            self._step_over.wait_for(lambda: self._consumed_steps >= n_steps)
+        if self._thread is not None:
+            self._thread.raise_error()
+
     # ---- called by the engine
     def start(self, meta: TraceMeta, dense: bool) -> None:
         """Open the trace; ``meta`` is what the engine knows."""
@@ -60,17 +91,57 @@ class Recorder:
         meta = dataclasses.replace(meta, **self._facts)
         self._dense, self._block_bytes = dense, meta.block_bytes
         self._writer = TraceWriter(self.directory, meta, rows_per_part=self._rows_per_part, overwrite=self._overwrite)
+        if self._background:
+            importlib.import_module("pandas")  # pyarrow asks for it on first use: not in the middle of a run
+            self._thread = WorkThread("recorder", MAX_PENDING_CALLS)
 
     def on_start_sequence(self, info: SequenceInfo, cost: PrefillCost | None, beta_means: list[Tensor] | None) -> None:
         """A sequence was prefilled (``cost`` None: it was resumed, or has nothing to prefill).
 
-        ``beta_means`` [kv_head, window] a layer, when scores are recorded.
+        ``beta_means`` [kv_head, window] a layer, when scores are recorded; copied before this returns.
         """
+        means = None if beta_means is None else np.stack([layer.cpu().numpy() for layer in beta_means])
+        self._do(lambda: self._write_start(info, cost, means))
+
+    def on_step(self, plan: StepPlan, marks: Sequence[Mark] = (), begin_us: float | None = None) -> None:
+        """Write the rows of one decode step, sequence by sequence, then layer by layer, then head by head.
+
+        ``marks``: what ran where, in microseconds from ``begin_us``, when the step began on the clock of the run
+        (default: at the end of the marked step before). With any marks `close` leaves a timeline beside the tables.
+        Raises ConfigError for a plan without its selection.
+        """
+        if plan.block_ids is None or plan.origins is None or plan.counts is None:
+            raise ConfigError(f"the plan of step {plan.batch.step} holds no selection; ask the runner to record it")
+        self._do(lambda: self._write_step(plan, marks, begin_us), self._count_consumed)
+
+    def on_leave(self, sequence: int) -> None:
+        """A sequence is gone: its last selection is no longer needed."""
+        self._do(lambda: self._forget(sequence))
+
+    # ---- the work, in this thread or the other
+    def _do(self, work: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+        if self._thread is not None:
+            self._thread.submit(work, after)
+            return
+        try:
+            work()
+        finally:
+            after()
+
+    def _count_consumed(self) -> None:
+        with self._step_over:
+            self._consumed_steps += 1
+            self._step_over.notify_all()
+
+    def _forget(self, sequence: int) -> None:
+        self._previous.pop(sequence, None)
+
+    def _write_start(self, info: SequenceInfo, cost: PrefillCost | None, means: NDArray[Any] | None) -> None:
         self._sequences[info.id] = info
-        writer = self._open_writer
+        self._new_tokens[info.id] = 0
         if cost is not None:
             n_layers = len(cost.h2d_bytes)
-            writer.add(
+            self._open_writer.add(
                 "prefill",
                 {
                     "sequence": np.full(n_layers, info.id),
@@ -81,27 +152,28 @@ class Recorder:
                     "time_us": cost.time_us,
                 },
             )
-        if beta_means is not None:
-            means = np.stack([layer.cpu().numpy() for layer in beta_means])
+        if means is not None:
             layer, head, window = (axis.ravel() for axis in np.indices(means.shape))
             self._add_betas(np.full(means.size, info.id), layer, head, window, means.ravel())
 
-    def on_step(self, plan: StepPlan) -> None:
-        """Write the rows of one decode step, sequence by sequence, then layer by layer, then head by head."""
+    def _write_step(self, plan: StepPlan, marks: Sequence[Mark], begin_us: float | None) -> None:
         self._add_selections(plan)
-        if plan.layers[0].window_scores is not None:
+        if plan.window_scores is not None:
             self._add_scores(plan)
         self._add_step(plan)  # last: its row says that the step is whole
-        self._n_steps = plan.layout.step + 1
+        self._n_steps = plan.batch.step + 1
         self._flush_when_due()
-        for sequence, blocks in zip(plan.layout.sequences, plan.layout.blocks, strict=True):
-            info = self._sequences[sequence]
-            self._sequences[sequence] = dataclasses.replace(info, new_tokens=info.new_tokens + 1)
-            self._longest_blocks = max(self._longest_blocks, blocks)
+        for sequence in plan.batch.sequences:
+            self._new_tokens[sequence] += 1
+        self._longest_blocks = max(self._longest_blocks, plan.batch.max_blocks)
+        if marks:
+            self._keep_marks(plan, marks, self._marks_end_us if begin_us is None else begin_us)
 
-    def on_leave(self, sequence: int) -> None:
-        """A sequence is gone: its last selection is no longer needed."""
-        self._previous.pop(sequence, None)
+    def _keep_marks(self, plan: StepPlan, marks: Sequence[Mark], begin_us: float) -> None:
+        assert plan.counts is not None
+        n_selected = int(plan.counts.sum()) * plan.n_misses.shape[0] * plan.n_misses.shape[2]
+        self._marks.append(StepMarks(plan.batch.step, begin_us, marks, 1 - int(plan.n_misses.sum()) / n_selected))
+        self._marks_end_us = begin_us + plan.time_us
 
     def _flush_when_due(self) -> None:
         """Put the rows on disk at every doubling of the steps and every few seconds, so that a run that is killed
@@ -113,104 +185,125 @@ class Recorder:
 
     # ---- rows
     def _add_selections(self, plan: StepPlan) -> None:
-        layout = plan.layout
-        all_ids = np.stack([layer.selection.block_ids.cpu().numpy() for layer in plan.layers], axis=1)
-        all_origins = np.stack([layer.selection.origins.cpu().numpy() for layer in plan.layers], axis=1)
-        misses = plan.misses().numpy().transpose(1, 0, 2)  # [batch, layer, head], as the two above but for k
-        counts = plan.layers[0].selection.counts.tolist()
-        n_layers, n_heads = misses.shape[1:]
-        block_ids: list[np.ndarray] = []
-        origins: list[np.ndarray] = []
-        gamma = np.full(misses.shape, np.nan)
-        for row, sequence in enumerate(layout.sequences):
-            ids = all_ids[row, :, :, : counts[row]].reshape(n_layers * n_heads, -1)
-            block_ids.extend(ids)
-            origins.extend(all_origins[row, :, :, : counts[row]].reshape(n_layers * n_heads, -1))
-            if not layout.cold[row]:
-                shared = count_shared(ids, self._previous[sequence])
-                gamma[row] = (shared / ids.shape[1]).reshape(n_layers, n_heads)
-            self._previous[sequence] = ids
+        assert plan.block_ids is not None
+        assert plan.origins is not None
+        assert plan.counts is not None
+        batch, (n_layers, n_rows, n_heads) = plan.batch, plan.n_misses.shape
         per_row = n_layers * n_heads
+        ids = _by_row(plan.block_ids)  # [batch, layer, head, k]
+        counts = np.repeat(plan.counts.astype(np.int64), per_row)
+        misses = _by_row(plan.n_misses).ravel().astype(np.int64)
         self._open_writer.add(
             "selections",
             {
-                "step": np.full(misses.size, layout.step),
-                "position": np.repeat(layout.positions, per_row),
-                "sequence": np.repeat(layout.sequences, per_row),
-                "layer": np.tile(np.repeat(np.arange(n_layers), n_heads), layout.batch),
-                "kv_head": np.tile(np.arange(n_heads), layout.batch * n_layers),
-                "block_ids": block_ids,
-                "origins": origins,
-                "n_misses": misses.ravel(),
-                "h2d_bytes": misses.ravel() * self._block_bytes,
-                "gamma": gamma.ravel(),
-                "cold": np.repeat(layout.cold, per_row),
+                "step": np.full(misses.size, batch.step),
+                "position": np.repeat(batch.positions, per_row),
+                "sequence": np.repeat(batch.sequences, per_row),
+                "layer": np.tile(np.repeat(np.arange(n_layers), n_heads), n_rows),
+                "kv_head": np.tile(np.arange(n_heads), n_rows * n_layers),
+                "block_ids": FlatLists.from_padded(ids.reshape(misses.size, -1), counts),
+                "origins": FlatLists.from_padded(_by_row(plan.origins).reshape(misses.size, -1), counts),
+                "n_misses": misses,
+                "h2d_bytes": misses * self._block_bytes,
+                "gamma": self._shared(batch.sequences, batch.cold, ids).ravel() / counts,
+                "cold": np.repeat(batch.cold, per_row),
             },
         )
+        self._previous.update(zip(batch.sequences, ids, strict=True))
+
+    def _shared(self, sequences: Sequence[int], cold: Sequence[bool], ids: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Blocks shared with each sequence's previous row [batch, layer, head]; NaN for cold rows."""
+        shared = np.full(ids.shape[:3], np.nan)
+        warm = [row for row, is_cold in enumerate(cold) if not is_cold]
+        if warm:
+            before = [self._previous[sequences[row]] for row in warm]
+            previous = np.full((len(warm), *ids.shape[1:3], max(b.shape[-1] for b in before)), -1, dtype=np.int32)
+            for place, one in zip(previous, before, strict=True):
+                place[..., : one.shape[-1]] = one
+            shared[warm] = count_shared(ids if len(warm) == len(ids) else ids[warm], previous)
+        return shared
 
     def _add_step(self, plan: StepPlan) -> None:
-        layout = plan.layout
-        misses = plan.misses().sum(dim=(1, 2)).numpy()
-        n_layers = len(misses)
-        n_heads = plan.layers[0].n_misses.shape[1]
-        written = np.full(n_layers, layout.n_written_back * n_heads * self._block_bytes)
+        batch, (n_layers, _, n_heads) = plan.batch, plan.n_misses.shape
+        misses = plan.n_misses.sum(axis=(1, 2), dtype=np.int64)
+        written = np.full(n_layers, batch.n_written_back * n_heads * self._block_bytes)
         zeros = np.zeros(n_layers + 1, dtype=np.int64)
         columns: dict[str, Any] = {
-            "step": zeros + layout.step,
+            "step": zeros + batch.step,
             "layer": np.append(np.arange(n_layers), WHOLE_STEP_LAYER),
-            "n_sequences": zeros + layout.batch,
+            "n_sequences": zeros + batch.size,
             "n_misses": _with_sum(misses),
             "h2d_bytes": _with_sum(misses * self._block_bytes),
             "d2h_bytes": _with_sum(written),
-            "prefetch_bytes": zeros,
-            "wasted_prefetch_bytes": zeros,
+            "prefetch_bytes": self._bytes_of(plan.prefetch_loads, zeros),
+            "wasted_prefetch_bytes": self._bytes_of(plan.wasted_loads, zeros),
         }
-        phases = [layer.phase_us for layer in plan.layers if layer.phase_us is not None]
-        if phases:
+        if plan.phase_us is not None:
             for name in PHASES:
-                columns[name] = _with_sum(np.array([p[name] for p in phases]))
-            columns["time_us"] = np.append([sum(p.values()) for p in phases], plan.time_us)
+                columns[name] = _with_sum(plan.phase_us[name])
+            columns["time_us"] = np.append(sum(plan.phase_us[name] for name in PHASES), plan.time_us)
         else:
             columns["time_us"] = np.append(np.full(n_layers, np.nan), plan.time_us)
         self._open_writer.add("steps", columns)
 
+    def _bytes_of(self, loads: NDArray[np.int64] | None, none: NDArray[np.int64]) -> NDArray[np.int64]:
+        return none if loads is None else _with_sum(loads.astype(np.int64) * self._block_bytes)
+
     def _add_scores(self, plan: StepPlan) -> None:
-        layout = plan.layout
-        parts = [p.window_scores for p in plan.layers if p.window_scores is not None]
-        scores = torch.stack(parts).to("cpu", torch.float32).numpy()  # [layer, batch, head, window]
+        assert plan.window_scores is not None
+        batch, scores = plan.batch, plan.window_scores
         layer, row, head = (axis.ravel() for axis in np.indices(scores.shape[:3]))
-        sequences, n_windows = np.array(layout.sequences), layout.n_windows_t.cpu().numpy()
-        flat, widths = scores.reshape(len(layer), -1), n_windows[row]
+        sequences, n_windows = np.array(batch.sequences), np.array(batch.windows)
         self._open_writer.add(
             "scores",
             {
-                "step": np.full(len(layer), layout.step),
+                "step": np.full(len(layer), batch.step),
                 "sequence": sequences[row],
                 "layer": layer,
                 "kv_head": head,
-                "window_scores": [flat[i, :width] for i, width in enumerate(widths.tolist())],
+                "window_scores": FlatLists.from_padded(scores.reshape(len(layer), -1), n_windows[row]),
             },
         )
-        done = np.array(layout.windows_done, dtype=np.int64)
-        new = [p.new_beta_means for p in plan.layers if p.new_beta_means is not None]
-        if new:
-            means = torch.stack(new).cpu().numpy()  # [layer, row of windows_done, head]
+        if plan.new_beta_means is not None:
+            done, means = np.array(batch.windows_done, dtype=np.int64), plan.new_beta_means
             layer, row, head = (axis.ravel() for axis in np.indices(means.shape))
             self._add_betas(sequences[done][row], layer, head, n_windows[done][row] - 1, means.ravel())
 
     def _add_betas(
-        self, sequence: np.ndarray, layer: np.ndarray, head: np.ndarray, window: np.ndarray, mean: np.ndarray
+        self,
+        sequence: NDArray[Any],
+        layer: NDArray[Any],
+        head: NDArray[Any],
+        window: NDArray[Any],
+        mean: NDArray[Any],
     ) -> None:
         columns = {"sequence": sequence, "layer": layer, "kv_head": head, "window": window, "beta_mean": mean}
         self._open_writer.add("betas", columns)
 
     # ---- ending
     def close(self) -> None:
-        """Complete the trace."""
-        changes: dict[str, Any] = {"sequences": tuple(self._sequences.values()), "n_steps": self._n_steps}
+        """Wait for the thread, if there is one, and complete the trace. An error of the thread is raised here; the
+        trace then stays incomplete, with the rows so far."""
+        writer = self._open_writer
+        if self._thread is not None:
+            self._thread.stop()
+            if self._thread.error is not None:
+                self._abandon()
+                raise self._thread.error
+        if self._marks:
+            write_timeline(self.directory / TIMELINE_FILE, self._marks)
+        sequences = (
+            dataclasses.replace(info, new_tokens=self._new_tokens[info.id]) for info in self._sequences.values()
+        )
+        changes: dict[str, Any] = {"sequences": tuple(sequences), "n_steps": self._n_steps}
         if self._dense:
             changes["slots"] = self._longest_blocks
-        self._open_writer.close(**changes)
+        writer.close(**changes)
+
+    def _abandon(self) -> None:
+        """Keep the rows so far; an error is on its way already, and a second one would only hide it."""
+        with contextlib.suppress(TraceError):
+            self._open_writer.abandon()
 
     def __enter__(self) -> Recorder:
         return self
@@ -222,18 +315,34 @@ class Recorder:
             return
         if kind is None:
             self.close()
-        else:
-            self._writer.__exit__(kind, error, traceback)
+            return
+        if self._thread is not None:
+            self._thread.stop()
+        self._abandon()
 
 
-def count_shared(ids: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """|G & Gprev| of each row: int [rows, k] and [rows, k'], ascending ids without padding -> int64 [rows]."""
-    span = int(max(ids.max(initial=0), previous.max(initial=0))) + 1
-    first = np.arange(len(ids), dtype=np.int64)[:, None] * span
-    keys, old = (ids + first).ravel(), (previous + first).ravel()
-    place = np.searchsorted(old, keys).clip(max=max(0, old.size - 1))
-    return (old[place] == keys).reshape(ids.shape).sum(axis=1)
+def count_shared(ids: NDArray[Any], previous: NDArray[Any]) -> NDArray[np.int64]:
+    """|G & Gprev| of each row: int [..., k] and [..., k'], -1 padded, no id twice in a row -> int64 [...]."""
+    shape, k = ids.shape[:-1], ids.shape[-1]
+    ids, previous = ids.reshape(-1, k), previous.reshape(-1, previous.shape[-1])
+    span = int(max(ids.max(initial=0), previous.max(initial=0))) + 2  # column 0 is for padding
+    at_once = max(1, min(len(ids), _TABLE_BYTES // span))
+    begins = np.arange(at_once)[:, None] * span + 1
+    shared = np.empty(len(ids), dtype=np.int64)
+    for first in range(0, len(ids), at_once):
+        rows = slice(first, first + at_once)
+        here = begins[: len(ids[rows])]
+        table = np.zeros(len(here) * span, dtype=np.uint8)
+        table[(previous[rows] + here).ravel()] = 1
+        table[::span] = 0
+        shared[rows] = table[(ids[rows] + here).ravel()].reshape(-1, k).sum(axis=1)
+    return shared.reshape(shape)
 
 
-def _with_sum(values: np.ndarray) -> np.ndarray:
+def _by_row(values: NDArray[Any]) -> NDArray[Any]:
+    """[layer, batch, ...] -> a copy [batch, layer, ...]."""
+    return np.array(values.swapaxes(0, 1), order="C")
+
+
+def _with_sum(values: NDArray[Any]) -> NDArray[Any]:
     return np.append(values, values.sum())
