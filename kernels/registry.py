@@ -19,6 +19,7 @@ OPERATION_MODULES = (
     "prefill_attention",
     "residual_norm",
     "gated_activation",
+    "step_prepare",
 )
 
 
