@@ -15,8 +15,10 @@ from nosa_sys.kernels.sparse_decode_attention.cases import lse_error
 
 
 def _case(name: str, uses: str, dtype: str = "bfloat16", **params: int) -> Case:
-    """``length``: context tokens of row 0, the others are shorter; ``spare_pages``: pages that nobody names."""
+    """``length``: context tokens of row 0, the others are shorter; ``spare_pages``: pages that nobody names;
+    ``unknown_every``: so many blocks apart the table has no page (0: it has all)."""
     filled = {"batch": 2, "kv_heads": 2, "group": 4, "head_dim": 64, "block": 64, "length": 200, "spare_pages": 2}
+    filled["unknown_every"] = 0
     return Case(name, dtype, filled | params, frozenset(uses.split()))
 
 
@@ -30,6 +32,9 @@ def cases() -> list[Case]:
         _case("bf16-d80-block-16", both, head_dim=80, block=16, group=16, kv_heads=1),
         _case("fp16-d96-block-48", both, "float16", head_dim=96, block=48, group=1),
         _case("empty-sequence", both, batch=3, length=150, block=32),
+        _case("unknown-pages", both, block=16, unknown_every=3, kv_heads=1),
+        _case("unknown-pages-block-64", both, "float32", length=400, unknown_every=2),
+        _case("no-pages", both, block=32, unknown_every=1),
         _case("fp32-4097", "check", "float32", length=4097, head_dim=128, batch=3, kv_heads=3, group=3),
         _case("bf16-16K", "check", **(big | {"batch": 5, "group": 16})),
         # Page 65,536 of 2 x 16,384 elements starts at element 2^31.
@@ -59,6 +64,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         content.masked_fill_((tokens >= lengths[row]).view(n_entries, 1, 1, -1, 1), math.nan)
         pages[table[row].long()] = content.to(dtype)
     table = torch.where(blocks * p["block"] < lengths.unsqueeze(1), table, -1)
+    if p["unknown_every"]:
+        table[:, :: p["unknown_every"]] = -1
     q = torch.randn((p["batch"], p["kv_heads"] * p["group"], p["head_dim"]), generator=generator, device=device)
     inputs: dict[str, Any] = {"q": q.to(dtype), "pages": pages, "table": table, "lengths": lengths}
     if bench:

@@ -14,10 +14,11 @@ from nosa_sys.kernels.numerics import acc_dtype
 def paged_decode_attention(q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Attend to every token of each sequence.
 
-    q [batch, q_head, head_dim] roped; pages [page, kv_head, 2, block, head_dim]; table int32 [batch, entry], the page
-    of each block, -1 where there is none; lengths [batch], context tokens. Tokens at or past the length, and pages
-    that are not named, may hold anything. Returns out [batch, q_head, head_dim] in q's type and lse [batch, q_head] in
-    float32 (float64 for float64); an empty sequence gives zeros and -inf.
+    q [batch, q_head, head_dim] roped; pages [page, kv_head, 2, block, head_dim]; table int32 or int64 [batch, entry],
+    the page of each block, -1 where there is none: that block is left out, in every head; lengths [batch], context
+    tokens. Tokens at or past the length, and pages that are not named, may hold anything. Returns out
+    [batch, q_head, head_dim] in q's type and lse [batch, q_head] in float32 (float64 for float64); an empty sequence
+    gives zeros and -inf.
     """
     dtype = acc_dtype(q, pages)
     batch, n_q_heads, head_dim = q.shape
