@@ -15,9 +15,10 @@ class Parts:
     """Times of one whole step in milliseconds, layers together.
 
     ``before``: what a layer computes before its misses are known (projection, selection). ``beside``: what needs no
-    missed block and is launched beside the copy (attention over hits; nothing in schedules that wait). ``after``: the
-    rest of the layers. ``outside``: embedding, output head, sampling. ``demand``: copies of missed blocks;
-    ``speculative``: copies of guessed ones, queued behind the demand of their layer.
+    missed block and is launched beside the copy (split_merge: attention over hits; prefetch: attention, beside which no
+    guess is copied yet; else nothing). ``after``: the rest of the layers. ``outside``: embedding, output head,
+    sampling. ``demand``: copies of missed blocks; ``speculative``: copies of guessed ones, queued behind the demand of
+    their layer.
     """
 
     n_layers: int
@@ -38,20 +39,31 @@ def serial_path(parts: Parts) -> float:
     return parts.compute + parts.demand
 
 
-def one_stream_path(parts: Parts) -> float:
-    """split_merge and prefetch: a layer's copy begins when its selection is done and runs beside ``beside``.
+def split_merge_path(parts: Parts) -> float:
+    """A layer's copy begins when its selection is done and runs beside ``beside``, the attention over hits."""
+    n = parts.n_layers
+    compute_free = 0.0
+    for _ in range(n):
+        compute_free += parts.before / n
+        arrived = compute_free + parts.demand / n
+        compute_free = max(compute_free + parts.beside / n, arrived) + parts.after / n
+    return compute_free + parts.outside
 
-    Layer by layer: the copy queue is free once the demand and the guesses of the layers before have arrived; what
-    comes after waits for the layer's own demand alone.
+
+def prefetch_path(parts: Parts) -> float:
+    """The demand is waited for, then ``beside`` (attention) runs; guesses are copied behind it, beside what follows.
+
+    The copy queue is free once the guesses of the layer before have arrived: they delay the next layer's demand alone.
     """
     n = parts.n_layers
     compute_free = copy_free = 0.0
     for _ in range(n):
         compute_free += parts.before / n
         arrived = max(compute_free, copy_free) + parts.demand / n
-        copy_free = arrived + parts.speculative / n
-        compute_free = max(compute_free + parts.beside / n, arrived) + parts.after / n
-    return compute_free + parts.outside
+        compute_free = arrived + parts.beside / n
+        copy_free = compute_free + parts.speculative / n
+        compute_free += parts.after / n
+    return max(compute_free, copy_free) + parts.outside
 
 
 def two_batch_path(parts: Parts) -> float:
@@ -84,7 +96,7 @@ def two_batch_path(parts: Parts) -> float:
 CRITICAL_PATHS = {
     "serial": serial_path,
     "fused_kv": serial_path,
-    "split_merge": one_stream_path,
+    "split_merge": split_merge_path,
     "two_batch": two_batch_path,
-    "prefetch": one_stream_path,
+    "prefetch": prefetch_path,
 }

@@ -72,20 +72,24 @@ def synthetic_injection(
     misses: Misses | Sequence[tuple[int, Misses]],
     seed: int = 0,
     device: torch.device | str = "cpu",
+    reuse: float = 0.0,
 ) -> Injection:
     """Sets in which each (layer, row, head) has on average ``misses`` blocks a step that its last set had not.
 
     A mean m gives floor(m) or ceil(m) misses, spread evenly over steps and in turn over heads; a mapping
     {count: weight} draws independently. A list of (steps, misses) changes the rate on the way; its steps come after
     the cold one and add up to n_steps - 1. Sinks, window and current block are always in; a born block is no miss.
-    Which blocks come and go is drawn uniformly from those that may, so a hot buffer sees no reuse: take a trace for
-    that. Counts are capped at the method's query-aware picks and at the blocks outside the set.
+    Which blocks come and go is drawn uniformly from those that may, so that a hot buffer sees next to no reuse; with
+    ``reuse`` in [0, 1] that share of a set's changes brings back the blocks that left it last. Counts are capped at the
+    method's query-aware picks and at the blocks outside the set.
 
     Raises ConfigError for dense methods, contexts < 1 and rates < 0.
     """
     method = get_method(method) if isinstance(method, str) else method
     if method.dense:
         raise ConfigError(f"method {method.name} attends to everything; there is no selection to inject")
+    if not 0 <= reuse <= 1:
+        raise ConfigError(f"reuse={reuse} must lie in [0, 1]")
     if not contexts or min(contexts) < 1 or n_steps < 1:
         raise ConfigError(f"contexts={list(contexts)[:3]} and n_steps={n_steps} must be >= 1")
     device = torch.device(device)
@@ -93,13 +97,15 @@ def synthetic_injection(
     generator = torch.Generator(device).manual_seed(seed)
     counts = _miss_counts(misses, n_steps, cells, generator)
     cap = method.query_aware_picks(sparse, sparse.n_forced)
-    drawn = _SetWalk(sparse, cells, contexts, n_steps, cap, generator)
+    drawn = _SetWalk(sparse, cells, contexts, n_steps, cap, reuse, generator)
     table = torch.empty((n_steps, *cells, sparse.topk), dtype=torch.int32, device=device)
     drawn.begin(table[0])
     for step in range(1, n_steps):
         drawn.advance(step, counts[step - 1], table[step])
     n_drawn = float(drawn.n_misses) / max(1, (n_steps - 1) * math.prod(cells))
     label = f"synthetic sets, {_named(misses)} misses a head and step asked, {n_drawn:.3g} drawn, seed {seed}"
+    if reuse:
+        label += f", {reuse:g} of them of blocks that left last"
     return Injection(table, label, list(contexts))
 
 
@@ -144,14 +150,16 @@ class _SetWalk:
         contexts: Sequence[int],
         n_steps: int,
         cap: int,
+        reuse: float,
         generator: torch.Generator,
     ) -> None:
-        self._sparse, self._generator, self._cap = sparse, generator, cap
+        self._sparse, self._generator, self._cap, self._reuse = sparse, generator, cap, reuse
         device = generator.device
         self._contexts = torch.tensor(list(contexts), device=device)
         n_blocks = sparse.n_blocks(max(contexts) + n_steps - 1)
         self._ids = torch.arange(n_blocks, dtype=torch.int32, device=device)
         self._members = torch.zeros((*cells, n_blocks), dtype=torch.bool, device=device)
+        self._left = torch.zeros((*cells, n_blocks if reuse else 0), dtype=torch.int32, device=device)
         self.n_misses = torch.zeros((), dtype=torch.int64, device=device)
 
     def _geometry(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,17 +188,31 @@ class _SetWalk:
         count = wanted.clamp(max=self._cap).minimum(free).minimum(fresh.sum(-1))
         # a block that left the window competes for a free pick, so one kept block more than misses can go
         n_gone = n_kept + count - free
-        added = some_of(fresh, count, self._cap, self._generator)
+        added = some_of(fresh, count, self._cap, self._generator, self._favour())
         gone = some_of(kept, n_gone, self._cap + 1, self._generator)
+        if self._reuse:
+            self._left.masked_fill_(gone, step)
         self._members = forced | (kept & ~gone) | added
         self.n_misses += count.sum()
         out.copy_(ascending_ids(self._members, self._sparse.topk))
 
+    def _favour(self) -> Tensor | None:
+        """For a share ``reuse`` of the cells, the step at which each block left last."""
+        if not self._reuse:
+            return None
+        shape = self._left.shape[:-1]
+        coin = torch.rand(shape, device=self._left.device, generator=self._generator) < self._reuse
+        return self._left * coin[..., None]
 
-def some_of(mask: Tensor, count: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """A random subset of ``count`` [...] members of each ``mask`` bool [..., block]; count <= members, <= most."""
+
+def some_of(mask: Tensor, count: Tensor, most: int, generator: torch.Generator, favour: Tensor | None = None) -> Tensor:
+    """A random subset of ``count`` [...] members of each ``mask`` bool [..., block]; count <= members, <= most.
+
+    ``favour`` int32 [..., block] >= 0: members of a higher number go first.
+    """
     most = min(most, mask.shape[-1])
-    noise = torch.rand(mask.shape, device=mask.device, generator=generator).masked_fill_(~mask, -1.0)
+    noise = torch.rand(mask.shape, device=mask.device, generator=generator)
+    noise = (noise if favour is None else noise + favour).masked_fill_(~mask, -1.0)
     best = noise.topk(most, dim=-1).indices
     taken = torch.arange(most, device=mask.device) < count[..., None]
     return torch.zeros_like(mask).scatter_(-1, best, taken)

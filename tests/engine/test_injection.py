@@ -16,9 +16,11 @@ from nosa_sys.engine.injection import Injection, Misses, synthetic_injection, tr
 from nosa_sys.errors import ConfigError, TraceError
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.reader import Trace
-from tests.engine.helpers import SMALL
 from tests.traces.synthetic import make_trace
 
+SMALL = SparseConfig(
+    block_size=16, kernel_size=16, kernel_stride=8, topk=5, init_blocks=1, window_size=16, select_blocks=2
+)
 WIDE = SparseConfig(
     block_size=4, kernel_size=4, kernel_stride=2, topk=12, init_blocks=1, window_size=8, select_blocks=6
 )
@@ -109,6 +111,26 @@ def test_segments_change_the_rate_on_the_way() -> None:
     injection = synthetic_injection(WIDE, "infllmv2", 1, 2, [400], 31, [(10, 0.0), (20, 3.0)], 0)
     for own in walk(injection, WIDE).values():
         assert own == [0] * 10 + [3] * 20
+
+
+@pytest.mark.parametrize("reuse", [0.0, 0.7, 1.0])
+def test_reuse_brings_back_what_left_last(reuse: float) -> None:
+    """One miss a step in a long context: a least-recently-used list of what left counts the returns."""
+    n_steps = 150
+    injection = synthetic_injection(WIDE, "infllmv2", 1, 4, [2000], n_steps, 1.0, 0, reuse=reuse)
+    walk(injection, WIDE)
+    returns = 0
+    for head in range(4):
+        left: list[int] = []
+        before = set(set_of(injection, 0, (0, 0, head)))
+        for step in range(1, n_steps):
+            now = set(set_of(injection, step, (0, 0, head)))
+            current = (1999 + step) // WIDE.block_size
+            returns += sum(block in left[-4:] for block in now - before - {current})
+            left = [block for block in left if block not in now] + sorted(before - now)
+            before = now
+    assert returns / (4 * (n_steps - 1)) == pytest.approx(reuse, abs=0.06)
+    assert ("left last" in injection.label) == (reuse > 0)
 
 
 def test_seeds_repeat_and_differ() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nosa_sys.experiments.critical_paths import CRITICAL_PATHS, Parts, one_stream_path, serial_path, two_batch_path
+from nosa_sys.experiments.critical_paths import CRITICAL_PATHS, Parts, prefetch_path, serial_path, split_merge_path, two_batch_path
 
 
 def test_case_27_serial_adds_up_and_overhead_is_added_once() -> None:
@@ -16,15 +16,16 @@ def test_case_27_serial_adds_up_and_overhead_is_added_once() -> None:
 
 def test_hits_hide_a_copy_as_far_as_they_last() -> None:
     """2 layers of before 1, hits 2, after 3: a copy of 1 hides, one of 5 shows 3 a layer."""
-    assert one_stream_path(Parts(2, 2, 4, 6, 0.5, 2)) == pytest.approx(12.5)
-    assert one_stream_path(Parts(2, 2, 4, 6, 0.5, 10)) == pytest.approx(12.5 + 2 * 3)
+    assert split_merge_path(Parts(2, 2, 4, 6, 0.5, 2)) == pytest.approx(12.5)
+    assert split_merge_path(Parts(2, 2, 4, 6, 0.5, 10)) == pytest.approx(12.5 + 2 * 3)
 
 
 def test_guesses_delay_the_demand_of_the_next_layer_alone() -> None:
-    """before 1, after 1, demand 1: layer 0 ends at 3; guesses of 4 keep the link until 6, so layer 1 gets its demand
-    at 7 and ends at 8."""
-    assert one_stream_path(Parts(2, 2, 0, 2, 0, 2, speculative=8)) == pytest.approx(8)
-    assert one_stream_path(Parts(2, 2, 0, 2, 0, 2, speculative=1)) == pytest.approx(6)
+    """before 1, demand 1, attention 1, after 1: layer 0 has its misses at 2, guesses go from 3 on. Guesses of 0.5
+    end at 3.5, before layer 1 has its list: it ends at 8. Guesses of 4 end at 7: layer 1's misses are there
+    at 8, its guesses at 13, and the step does not end before them."""
+    assert prefetch_path(Parts(2, 2, 2, 2, 0, 2, speculative=1)) == pytest.approx(8)
+    assert prefetch_path(Parts(2, 2, 2, 2, 0, 2, speculative=8)) == pytest.approx(13)
 
 
 def test_two_halves_by_hand() -> None:
