@@ -23,6 +23,19 @@ def prefill_selection(
     return reference.prefill_selection(q, key_means, beta_means, first_position, cfg, method)
 
 
+def queue_selection(
+    q: Tensor, key_means: Tensor, beta_means: Tensor, first_position: int, cfg: SparseConfig, method: Method
+) -> tuple[Selection, Tensor | None]:
+    """``prefill_selection`` without waiting for a GPU: the selection, and int32 [last queries, kv_head] that
+    ``block_selection.raise_selection_errors`` turns into the NumericsError. None where there is nothing left to check:
+    the reference raises at once."""
+    if use_triton(q, key_means, beta_means):
+        from nosa_sys.kernels.prefill_attention import triton
+
+        return triton.queue_selection(q, key_means, beta_means, first_position, cfg, method)
+    return reference.prefill_selection(q, key_means, beta_means, first_position, cfg, method), None
+
+
 def prefill_attention(
     q: Tensor,
     k: Tensor,

@@ -1,7 +1,8 @@
-"""Host tier: every finished KV block of every sequence, one contiguous K+V run for each (sequence, head, block).
+"""Pages of KV blocks, one contiguous K+V run for each (sequence, head, block), in host memory or on the device.
 
 The same page numbers serve all layers: page p of a layer holds that layer's block for all KV heads, head h in
-row p * n_kv_heads + h. Decode reaches this memory through block_fetch and write_back alone.
+row p * n_kv_heads + h. In host memory it is the slow tier, which decode reaches through block_fetch and write_back
+alone; on the device it is all the KV there is, the unfinished block included.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nosa_sys.engine.tensors import grown
+from nosa_sys.engine.block_stream import BlockStream
+from nosa_sys.engine.pinned import PinnedArena, PinnedBuffer, memory_available_bytes, refuse_unless_free
+from nosa_sys.engine.tensors import free_bytes, grown
 from nosa_sys.errors import CapacityError
 from nosa_sys.model_shape import ModelShape
 
 
 class BlockPool:
-    """Growing pool of pages. ``layers[l]`` is [n_rows, 2, block, head_dim]; pinned where the device is a GPU.
+    """Growing pool of pages. ``layers[l]`` is [n_rows, 2, block, head_dim]; ``betas[l]`` [n_rows, block] beside it
+    where ``beta_dtype`` is given, else None.
 
-    ``limit_bytes`` bounds the pool over all layers, K and V together; pages are reserved at admission, so that a
-    sequence that was let in never meets the limit in the middle of its generation.
+    Without ``device`` the pool is host memory, registered with CUDA when ``register``, out of ``arena`` if given.
+    Pages are reserved at admission, so that a sequence that was let in never meets ``limit_bytes`` (all layers, K and
+    V) in the middle of its generation. The pool grows to what is reserved or needed and never beyond; growing copies
+    it, so ask for everything at once with ``preallocate`` where that is known. ``generation`` counts growths.
     """
 
     def __init__(
@@ -27,25 +33,46 @@ class BlockPool:
         block_size: int,
         dtype: torch.dtype,
         *,
-        pin: bool = False,
+        device: torch.device | None = None,
+        beta_dtype: torch.dtype | None = None,
+        register: bool = False,
+        arena: PinnedArena | None = None,
         limit_bytes: int | None = None,
         poison: float | None = None,
     ) -> None:
-        self._shape, self._pin, self._poison = shape, pin, poison
+        self.on_host = device is None
+        self.device = torch.device("cpu") if device is None else device
+        self._register, self._arena, self._poison = register, arena, poison
         self.n_kv_heads = shape.n_kv_heads
-        run_bytes = 2 * block_size * shape.head_dim * torch.empty(0, dtype=dtype).element_size()
-        self.page_bytes = shape.n_layers * shape.n_kv_heads * run_bytes
+        self.layers = [
+            torch.empty((0, 2, block_size, shape.head_dim), dtype=dtype, device=self.device)
+            for _ in range(shape.n_layers)
+        ]
+        self.betas = [
+            None if beta_dtype is None else torch.empty((0, block_size), dtype=beta_dtype, device=self.device)
+            for _ in range(shape.n_layers)
+        ]
+        self._buffers: list[PinnedBuffer | None] = [None] * shape.n_layers
+        row_bytes = 2 * block_size * shape.head_dim * dtype.itemsize
+        row_bytes += 0 if beta_dtype is None else block_size * beta_dtype.itemsize
+        self.page_bytes = shape.n_layers * shape.n_kv_heads * row_bytes
         self.limit_pages = None if limit_bytes is None else limit_bytes // self.page_bytes
         self._limit_bytes = limit_bytes
-        self.layers = [torch.empty((0, 2, block_size, shape.head_dim), dtype=dtype) for _ in range(shape.n_layers)]
         self._free: list[int] = []
-        self._n_pages = 0
-        self._reserved = 0
+        self._n_pages = self._reserved = self.generation = 0
+        self._stream = BlockStream() if register else None
 
     @property
     def allocated_bytes(self) -> int:
-        """True bytes of the pool's memory, used or not."""
+        """True bytes of the pool's pages, used or not; the memory behind them is so much, to a page a layer."""
         return self._n_pages * self.page_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes registered with CUDA: those of the pool, or of its whole arena; 0 on the device and without CUDA."""
+        if self._arena is not None:
+            return self._arena.pinned_bytes
+        return sum(buffer.pinned_bytes for buffer in self._buffers if buffer is not None)
 
     @property
     def pages_in_use(self) -> int:
@@ -69,46 +96,110 @@ class BlockPool:
     def unreserve(self, n_pages: int) -> None:
         self._reserved -= n_pages
 
+    def preallocate(self, n_pages: int) -> None:
+        """Grow to ``n_pages`` pages, used ones included. CapacityError, before anything is allocated, when they exceed
+        the limit or the memory that is free."""
+        if n_pages > self._n_pages:
+            self._grow(n_pages)
+
     def allocate(self, n_pages: int) -> list[int]:
-        """Take pages, growing the pool by doubling where it is short."""
+        """Take pages, ascending where they are fresh; grows to what is reserved, or needed if that is more."""
         if n_pages > len(self._free):
-            self._grow(n_pages - len(self._free))
+            needed = self.pages_in_use + n_pages
+            reserved = self._reserved if self.limit_pages is None else min(self._reserved, self.limit_pages)
+            self._grow(max(needed, reserved))
         return [self._free.pop() for _ in range(n_pages)]
 
     def release(self, pages: list[int]) -> None:
         """Give pages back; with poison their rows can no longer be read by mistake."""
         if self._poison is not None and pages:
             rows = self.rows_of(pages)
-            for layer in self.layers:
+            for layer, betas in zip(self.layers, self.betas, strict=True):
                 layer[rows] = self._poison
+                if betas is not None:
+                    betas[rows] = self._poison
         self._free.extend(sorted(pages, reverse=True))
 
     def rows_of(self, pages: list[int]) -> Tensor:
-        """Rows int64 [n_pages * n_kv_heads], page-major."""
+        """Rows int64 [n_pages * n_kv_heads], page-major, on the pool's device."""
         first = torch.tensor(pages, dtype=torch.int64)[:, None] * self.n_kv_heads
-        return (first + torch.arange(self.n_kv_heads)).flatten()
+        return (first + torch.arange(self.n_kv_heads)).flatten().to(self.device)
 
     def read(self, layer: int, pages: list[int]) -> Tensor:
-        """Copy of whole pages, [n_pages, kv_head, 2, block, head_dim], on the host."""
+        """Copy of whole pages, [n_pages, kv_head, 2, block, head_dim], on the pool's device; waits for whatever a GPU
+        still has to write to a host pool."""
+        if self._register:
+            torch.cuda.synchronize()
         data = self.layers[layer]
         return data[self.rows_of(pages)].view(len(pages), self.n_kv_heads, *data.shape[1:])
 
-    def write(self, layer: int, pages: list[int], blocks: Tensor) -> None:
-        """Store ``blocks`` [n_pages, kv_head, 2, block, head_dim] from any device."""
-        if pages:
-            self.layers[layer][self.rows_of(pages)] = blocks.flatten(0, 1).to("cpu")
+    def write(self, layer: int, pages: list[int], blocks: Tensor, betas: Tensor) -> None:
+        """Store ``blocks`` [n_pages, kv_head, 2, block, head_dim] from any device, and beside them where the pool has
+        betas ``betas`` [n_pages, kv_head, block].
 
-    def _grow(self, n_missing: int) -> None:
-        total = max(self._n_pages + n_missing, 2 * self._n_pages)
-        if self.limit_pages is not None:
-            if self._n_pages + n_missing > self.limit_pages:
-                raise CapacityError(
-                    f"host KV pool is full: {self._n_pages + n_missing} blocks of {self.page_bytes} bytes exceed "
-                    f"host_memory_bytes={self._limit_bytes}; raise it"
-                )
-            total = min(total, self.limit_pages)
-        for index, layer in enumerate(self.layers):
-            fresh = grown(layer, (total * self.n_kv_heads, *layer.shape[1:]), self._poison)
-            self.layers[index] = fresh.pin_memory() if self._pin else fresh
-        self._free = list(range(total - 1, self._n_pages - 1, -1)) + self._free
-        self._n_pages = total
+        Blocks on a GPU go to a registered host pool beside whatever runs: ``settle`` before they are read."""
+        if self._stream is not None and blocks.is_cuda:
+            by_page = self.layers[layer].unflatten(0, (-1, self.n_kv_heads))
+            self._stream.write(by_page, pages, blocks)
+            return
+        rows = self.rows_of(pages)
+        self.layers[layer][rows] = blocks.flatten(0, 1).to(self.device)
+        page_betas = self.betas[layer]
+        if page_betas is not None:
+            page_betas[rows] = betas.flatten(0, 1)
+
+    def write_partial(self, layer: int, page: int, kv: Tensor, betas: Tensor) -> None:
+        """Store the first tokens of an unfinished block: kv [kv_head, 2, n, head_dim], betas [kv_head, n]."""
+        rows, n = self.rows_of([page]), kv.shape[2]
+        self.layers[layer][rows, :, :n] = kv
+        page_betas = self.betas[layer]
+        if page_betas is not None:
+            page_betas[rows, :n] = betas
+
+    def settle(self) -> None:
+        """Wait until all writes so far have arrived."""
+        if self._stream is not None:
+            self._stream.settle()
+
+    def _grow(self, n_pages: int) -> None:
+        """Grow to exactly ``n_pages``, layer by layer: one layer's old pages live beside its new ones at a time."""
+        if self.limit_pages is not None and n_pages > self.limit_pages:
+            raise CapacityError(
+                f"host KV pool is full: {n_pages} blocks of {self.page_bytes} bytes exceed "
+                f"host_memory_bytes={self._limit_bytes}; raise it"
+            )
+        self._refuse_unless_free(n_pages)
+        if self._register or self.device.type == "cuda":
+            torch.cuda.synchronize()  # no copy may be in flight into what is given back
+        self.generation += 1
+        n_rows = n_pages * self.n_kv_heads
+        for index, (layer, betas) in enumerate(zip(self.layers, self.betas, strict=True)):
+            old = self._buffers[index]
+            fresh = self._empty(index, (n_rows, *layer.shape[1:]), layer.dtype)
+            self.layers[index] = grown(layer, tuple(fresh.shape), self._poison, into=fresh)
+            if betas is not None:
+                self.betas[index] = grown(betas, (n_rows, betas.shape[1]), self._poison)
+            if old is not None:
+                old.release()
+        self._free = list(range(n_pages - 1, self._n_pages - 1, -1)) + self._free
+        self._n_pages = n_pages
+
+    def _empty(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if not self.on_host:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if self._arena is not None:
+            return self._arena.take(shape, dtype)
+        n_bytes = torch.Size(shape).numel() * dtype.itemsize
+        buffer = self._buffers[index] = PinnedBuffer(n_bytes, register=self._register)
+        return buffer.tensor(shape, dtype)
+
+    def _refuse_unless_free(self, n_pages: int) -> None:
+        n_layers = len(self.layers)
+        more, remedy = (n_pages - self._n_pages) * self.page_bytes, "ask for fewer or shorter sequences"
+        if self._arena is not None:  # nothing comes back to it, and each layer begins at a border
+            more = n_layers * PinnedArena.aligned(n_pages * self.page_bytes // n_layers)
+            refuse_unless_free(more, self._arena.free_bytes, "the arena for the KV pool", f"enlarge it, or {remedy}")
+            return
+        more += self.allocated_bytes // n_layers
+        free, where = (memory_available_bytes(), "host") if self.on_host else (free_bytes(self.device), "device")
+        refuse_unless_free(more, free, f"{where} memory for the KV pool", remedy)

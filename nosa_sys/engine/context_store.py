@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nosa_sys.engine.tensors import doubled, grown
+from nosa_sys.engine.tensors import doubled, grown, n_bytes
 from nosa_sys.kernels.compressed_keys.reference import window_mean_of_tail, window_means
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.sparse_config import SparseConfig
@@ -20,7 +20,8 @@ class ContextStore:
     """Per layer: ``key_means`` [lane, kv_head, window, D], ``beta_means`` [lane, kv_head, window],
     ``token_betas`` [lane, kv_head, block, block_size] and ``ring`` [lane, kernel, kv_head, D] (token t at t % kernel).
 
-    Means and betas are fp32 (fp64 for an fp64 model) whatever the dtype of K and V. Everything grows by doubling.
+    Means and betas are fp32 (fp64 for an fp64 model) whatever the dtype of K and V. Everything grows by doubling,
+    unless an exact size is asked for; ``generation`` counts growths.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class ContextStore:
         poison: float | None = None,
     ) -> None:
         self._cfg, self._poison = cfg, poison
-        self.n_lanes = self.n_windows = self.n_blocks = 0
+        self.n_lanes = self.n_windows = self.n_blocks = self.generation = 0
         heads, dim, layers = shape.n_kv_heads, shape.head_dim, range(shape.n_layers)
 
         def empty(*sizes: int, of: torch.dtype = beta_dtype) -> list[Tensor]:
@@ -46,17 +47,17 @@ class ContextStore:
 
     @property
     def allocated_bytes(self) -> int:
-        tensors = (*self.key_means, *self.beta_means, *self.token_betas, *self.ring)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return n_bytes(*self.key_means, *self.beta_means, *self.token_betas, *self.ring)
 
-    def ensure(self, n_lanes: int, n_tokens: int) -> None:
-        """Room for ``n_lanes`` lanes of ``n_tokens`` tokens each."""
+    def ensure(self, n_lanes: int, n_tokens: int, *, exact: bool = False) -> None:
+        """Room for ``n_lanes`` lanes of ``n_tokens`` tokens each; no more than that when ``exact``."""
         cfg = self._cfg
-        lanes = doubled(self.n_lanes, n_lanes)
-        windows = doubled(self.n_windows, cfg.n_windows(n_tokens), 16)
-        blocks = doubled(self.n_blocks, cfg.n_blocks(n_tokens), 4)
+        lanes = doubled(self.n_lanes, n_lanes, exact=exact)
+        windows = doubled(self.n_windows, cfg.n_windows(n_tokens), 16, exact=exact)
+        blocks = doubled(self.n_blocks, cfg.n_blocks(n_tokens), 4, exact=exact)
         if (lanes, windows, blocks) == (self.n_lanes, self.n_windows, self.n_blocks):
             return
+        self.generation += 1
         for index, means in enumerate(self.key_means):
             heads, dim = means.shape[1], means.shape[3]
             self.key_means[index] = grown(means, (lanes, heads, windows, dim), self._poison)

@@ -1,7 +1,7 @@
 """One decode step over a batch of sequences of unequal lengths: plan each layer, then launch it.
 
-Attention reads device slots and nothing else; the host pool is touched by block_fetch and write_back alone. Every
-operation is one batched call a layer.
+Attention reads what lies on the device and nothing else: slots, or without offload pages. The host pool is touched by
+block_fetch and write_back alone. Every operation is one batched call a layer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from nosa_sys.engine.phases import ATTENTION, H2D, OTHER, SELECT, PhaseClock
 from nosa_sys.engine.plan import LayerPlan, StepBatch, StepLayout, StepPlan, collect_layers, make_layout
 from nosa_sys.engine.policies import Policy
 from nosa_sys.engine.schedules import Schedule
+from nosa_sys.engine.slot_cache import SlotCache
 from nosa_sys.errors import NumericsError
 from nosa_sys.kernels.block_fetch.reference import fetch_blocks, write_back
 from nosa_sys.kernels.block_pooling.reference import pool_windows
@@ -51,7 +52,7 @@ class DecodeRunner:
         """Consume ``tokens`` [batch] at the batch's positions; returns logits [batch, vocab] and the plan."""
         start = time.perf_counter()
         model, memory = self.model, self.memory
-        layout = make_layout(batch, self.cfg, memory.n_kv_heads, memory.slots.n_slots, model.device)
+        layout = make_layout(batch, self.cfg, memory.n_kv_heads, memory.n_slots, model.device)
         everything = self._select_all(layout) if batch.all_dense else None
         x = model.embed(torch.tensor(tokens, device=model.device))
         layers = []
@@ -121,12 +122,10 @@ class _LayerStep:
     def plan(self) -> None:
         """Select blocks, and find their slots and the misses."""
         self.selection, pooled_betas = self._select()
-        if self.runner.method.dense:
-            ids = self.selection.block_ids
-            self.slot_rows = torch.where(ids >= 0, self.layout.row_base + ids, -1)
-            self.n_misses = torch.zeros(ids.shape[:2], dtype=torch.int64)
-            return
-        self._update_slots(pooled_betas)
+        if self.memory.slots is None:
+            self._find_pages()
+        else:
+            self._update_slots(self.memory.slots, pooled_betas)
 
     def _select(self) -> tuple[Selection, Tensor | None]:
         runner, layout, context = self.runner, self.layout, self.memory.context
@@ -159,8 +158,15 @@ class _LayerStep:
             ) from None
         return selection, pooled_betas
 
-    def _update_slots(self, pooled_betas: Tensor | None) -> None:
-        layout, slots, policy = self.layout, self.memory.slots, self.runner.policy
+    def _find_pages(self) -> None:
+        """Rows of the selected blocks in the pages on the device: nothing is ever missing."""
+        ids, lanes, heads = self.selection.block_ids, self.layout.lanes_t, self.layout.heads
+        pages = self.memory.page_table[lanes[:, None, None], ids.clamp(min=0)]
+        self.slot_rows = torch.where(ids >= 0, pages * len(heads) + heads[:, None], -1)
+        self.n_misses = torch.zeros(ids.shape[:2], dtype=torch.int64)
+
+    def _update_slots(self, slots: SlotCache, pooled_betas: Tensor | None) -> None:
+        layout, policy = self.layout, self.runner.policy
         index, heads, n_slots = layout.lane_index, self.memory.n_kv_heads, slots.n_slots
         old = slots.blocks[self.layer][index]
         rank = policy.rank(old, slots.last_use[self.layer][index][..., :n_slots], pooled_betas)
@@ -177,9 +183,9 @@ class _LayerStep:
             padded = torch.where(wanted_slots >= 0, wanted_slots, n_slots)
             slots.last_use[self.layer][layout.lanes_t[:, None, None], layout.heads[:, None], padded] = layout.rows.step
         self.slot_rows = torch.where(wanted_slots >= 0, wanted_slots + base, -1)
-        self._plan_loads(update.load_blocks.view(shape), update.load_slots.view(shape), update.n_loads)
+        self._plan_loads(slots, update.load_blocks.view(shape), update.load_slots.view(shape), update.n_loads)
 
-    def _plan_loads(self, blocks: Tensor, slots: Tensor, n_loads: Tensor) -> None:
+    def _plan_loads(self, cache: SlotCache, blocks: Tensor, slots: Tensor, n_loads: Tensor) -> None:
         """Misses are the loads but for the current block: born on the device at this step, it never crosses."""
         layout, heads = self.layout, self.memory.n_kv_heads
         width = int(n_loads.max())
@@ -195,37 +201,34 @@ class _LayerStep:
             rows = layout.row_base[lane, head, 0] + slots[lane, head, entry]
             lanes = layout.lanes_t[lane]
             host_rows = self.memory.page_table[lanes, ids] * heads + head
-            self.memory.slots.betas[self.layer][rows] = self.memory.context.token_betas[self.layer][lanes, head, ids]
+            cache.betas[self.layer][rows] = self.memory.context.token_betas[self.layer][lanes, head, ids]
             self._loads = (host_rows, rows)
 
     def place_token(self, k: Tensor, v: Tensor, beta: Tensor) -> None:
-        """Write the token's row into the slot of the current block, the last one of the ascending selection."""
+        """Write the token's row into the current block, the last one of the ascending selection."""
         layout, slots = self.layout, self.memory.slots
         self.current_rows = self.slot_rows.gather(-1, layout.last_pick)[..., 0]
-        if slots.poisons and any(layout.rows.born):
+        if slots is not None and slots.poisons and any(layout.rows.born):
             born = torch.tensor(layout.rows.born, device=self.q.device)
             slots.poison_rows(self.layer, self.current_rows[born].flatten())
-        slots.kv[self.layer][self.current_rows, :, layout.offsets] = torch.stack((k, v), dim=2)
-        slots.betas[self.layer][self.current_rows, layout.offsets] = beta
+        rows, betas = self.memory.attended(self.layer)
+        rows[self.current_rows, :, layout.offsets] = torch.stack((k, v), dim=2)
+        if betas is not None:
+            betas[self.current_rows, layout.offsets] = beta
 
     # ---- launches
     def fetch(self) -> None:
         """Missed blocks: host pool -> slots."""
         if self._loads is not None:
             host_rows, slot_rows = self._loads
-            fetch_blocks(self.memory.pool.layers[self.layer], self.memory.slots.kv[self.layer], host_rows, slot_rows)
+            fetch_blocks(self.memory.pool.layers[self.layer], self.memory.attended(self.layer)[0], host_rows, slot_rows)
         self.clock.lap(H2D)
 
     def attend(self) -> Tensor:
-        """Biased attention over the selected slots, [batch, q_head, head_dim]."""
-        slots = self.memory.slots
+        """Biased attention over the selected blocks, [batch, q_head, head_dim]."""
+        rows, betas = self.memory.attended(self.layer)
         out, _ = sparse_decode_attention(
-            self.q,
-            slots.kv[self.layer],
-            slots.betas[self.layer] if self.runner.method.uses_beta else None,
-            self.slot_rows,
-            self.selection.block_ids,
-            self.layout.lengths_t,
+            self.q, rows, betas, self.slot_rows, self.selection.block_ids, self.layout.lengths_t
         )
         self.clock.lap(ATTENTION)
         return out
@@ -239,7 +242,7 @@ class _LayerStep:
         pages = self.memory.page_table[layout.lanes_t[filled], layout.current_t[filled]]
         host_rows = pages[:, None] * self.memory.n_kv_heads + layout.heads
         write_back(
-            self.memory.slots.kv[self.layer],
+            self.memory.attended(self.layer)[0],
             self.memory.pool.layers[self.layer],
             self.current_rows[filled].flatten(),
             host_rows.flatten(),

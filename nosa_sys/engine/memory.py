@@ -1,4 +1,4 @@
-"""Both tiers of one engine: the host pool, the device slots, and the device-side context of every lane."""
+"""All storage of one engine: the block pool, the device slots, and the device-side context of every lane."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from torch import Tensor
 
 from nosa_sys.engine.block_pool import BlockPool
 from nosa_sys.engine.context_store import ContextStore
+from nosa_sys.engine.memory_plan import device_bytes, n_pages, required_bytes
+from nosa_sys.engine.pinned import PinnedArena, refuse_unless_free
 from nosa_sys.engine.sequence import SavedKV
 from nosa_sys.engine.slot_cache import SlotCache
-from nosa_sys.engine.tensors import doubled, grown
+from nosa_sys.engine.tensors import free_bytes, grown, n_bytes
+from nosa_sys.errors import ConfigError
 from nosa_sys.methods import Method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
 
 
 class Memory:
-    """Storage of all lanes. For a dense method (full) all KV stays in slots, slot b being block b, and the host
-    pool stays empty; for the others finished blocks live in the pool and the unfinished one in a slot.
+    """Storage of all lanes.
 
-    ``page_table`` int64 [lane, block]: host page of a finished block, -1 while it is not on the host.
+    With ``offload`` finished blocks live in the host pool, and the device has ``n_slots`` slots a head, the unfinished
+    block in one of them. Without it (always so for a dense method) all KV lives in pages on the device, the unfinished
+    block included, nothing ever crosses, and ``slots`` is None.
+
+    ``page_table`` int64 [lane, block]: the pool's page of a block, -1 where it has none. ``arena``: where the host
+    pool's memory comes from, for several engines in turn. ``longest_tokens``: the longest context that room was asked
+    for. Raises ConfigError for a dense method with offload.
     """
 
     def __init__(
@@ -31,112 +39,196 @@ class Memory:
         n_slots: int,
         offload: bool,
         host_memory_bytes: int | None = None,
+        arena: PinnedArena | None = None,
         poison: float | None = None,
     ) -> None:
+        if offload and method.dense:
+            raise ConfigError(
+                f"method {method.name} attends to every block, so its KV stays on the device: offload=off"
+            )
         shape, dtype, device = model.shape, model.dtype, model.device
         self.cfg, self.method, self.device, self.n_layers = cfg, method, device, model.n_layers
-        self.n_kv_heads, self.offload = shape.n_kv_heads, offload
-        on_gpu = device.type == "cuda"
-        self.slots = SlotCache(shape, cfg.block_size, n_slots, dtype, model.acc_dtype, device, poison)
+        self.n_kv_heads, self.offload, self._shape = shape.n_kv_heads, offload, shape
         self.context = ContextStore(shape, cfg, dtype, model.acc_dtype, device, poison)
-        self.pool = BlockPool(shape, cfg.block_size, dtype, pin=on_gpu, limit_bytes=host_memory_bytes, poison=poison)
+        self.slots = None
+        if offload:
+            self.slots = SlotCache(shape, cfg.block_size, n_slots, dtype, model.acc_dtype, device, poison)
+            register = device.type == "cuda"
+            self.pool = BlockPool(
+                shape,
+                cfg.block_size,
+                dtype,
+                register=register,
+                arena=arena,
+                limit_bytes=host_memory_bytes,
+                poison=poison,
+            )
+        else:
+            beta_dtype = model.acc_dtype if method.uses_beta else None
+            self.pool = BlockPool(shape, cfg.block_size, dtype, device=device, beta_dtype=beta_dtype, poison=poison)
         self.block_bytes = shape.kv_block_bytes(cfg.block_size)
         self.page_table = torch.empty((0, 0), dtype=torch.int64, device=device)
         self.longest_tokens = 0
 
+    # ---- sizes
     @property
     def n_slots(self) -> int:
-        """Blocks that a head may hold on the device."""
-        return self.slots.n_slots
+        """Blocks that a head may hold on the device: its slots, or without offload all of the longest context."""
+        return self.cfg.n_blocks(self.longest_tokens) if self.slots is None else self.slots.n_slots
+
+    @property
+    def generation(self) -> int:
+        """Goes up whenever a tensor of the pool or the device moved: addresses taken before are stale."""
+        # page table and context grow together
+        n_slot_growths = 0 if self.slots is None else self.slots.generation
+        return n_slot_growths + self.context.generation + self.pool.generation
 
     @property
     def device_kv_bytes(self) -> int:
-        """Bytes of K and V on the device over all layers."""
-        return self.slots.allocated_bytes
+        """Bytes of K and V (and of betas beside pages) on the device over all layers."""
+        return self.pool.allocated_bytes if self.slots is None else self.slots.allocated_bytes
 
     @property
     def host_pool_bytes(self) -> int:
         """True bytes of the host pool."""
-        return self.pool.allocated_bytes
+        return self.pool.allocated_bytes if self.offload else 0
+
+    def allocated_bytes(self) -> dict[str, int]:
+        """True bytes now, under the names of ``memory_plan.required_bytes``."""
+        return {
+            "device_slot_bytes": 0 if self.slots is None else self.slots.allocated_bytes,
+            "device_map_bytes": (0 if self.slots is None else self.slots.map_bytes) + n_bytes(self.page_table),
+            "device_context_bytes": self.context.allocated_bytes,
+            "device_pool_bytes": 0 if self.offload else self.pool.allocated_bytes,
+            "host_pool_bytes": self.host_pool_bytes,
+        }
 
     def pages_for(self, n_tokens: int) -> int:
-        """Host pages of a context: its finished blocks, none for a dense method."""
-        return 0 if self.method.dense else n_tokens // self.cfg.block_size
+        """Pages of a context: its finished blocks with offload, else all of its blocks."""
+        return n_pages(self.cfg, n_tokens, offload=self.offload)
 
-    def ensure(self, n_lanes: int, n_tokens: int) -> None:
-        """Room for ``n_lanes`` lanes of ``n_tokens`` tokens each."""
+    def ensure(self, n_lanes: int, n_tokens: int, *, exact: bool = False) -> None:
+        """Room for ``n_lanes`` lanes of ``n_tokens`` tokens each, pages apart; grows by doubling unless ``exact``.
+
+        CapacityError, before anything is allocated, when the device has too little memory left."""
         self.longest_tokens = max(self.longest_tokens, n_tokens)
-        self.slots.ensure_lanes(n_lanes)
-        if self.method.dense:
-            self.slots.ensure_slots(self.cfg.n_blocks(n_tokens))
-        self.context.ensure(n_lanes, n_tokens)
-        lanes, blocks = self.page_table.shape
-        wanted = (doubled(lanes, n_lanes), doubled(blocks, self.cfg.n_blocks(n_tokens), 4))
-        if wanted != (lanes, blocks):
-            self.page_table = grown(self.page_table, wanted, -1)
+        context, cfg = self.context, self.cfg
+        has = (context.n_lanes, context.n_blocks, context.n_windows)
+        wanted = (n_lanes, cfg.n_blocks(n_tokens), cfg.n_windows(n_tokens))
+        if all(a >= b for a, b in zip(has, wanted, strict=True)):
+            return
+        lanes, tokens = max(n_lanes, context.n_lanes), max(n_tokens, context.n_blocks * cfg.block_size)
+        self._refuse_unless_free(lanes, tokens, with_pages=False)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # other streams may still read what is given back
+        if self.slots is not None:
+            self.slots.ensure_lanes(n_lanes, exact=exact)
+        context.ensure(n_lanes, n_tokens, exact=exact)
+        self.page_table = grown(self.page_table, (context.n_lanes, context.n_blocks), -1)
 
+    def preallocate(self, n_lanes: int, n_tokens: int) -> None:
+        """Take exactly what ``n_lanes`` sequences of ``n_tokens`` stored tokens need, pages included, so that nothing
+        grows before they are exceeded. CapacityError, before anything is allocated, when it does not fit."""
+        self._refuse_unless_free(n_lanes, n_tokens, with_pages=not self.offload)
+        self.pool.preallocate(n_lanes * self.pages_for(n_tokens))
+        self.ensure(n_lanes, n_tokens, exact=True)
+
+    def _refuse_unless_free(self, n_lanes: int, n_tokens: int, *, with_pages: bool) -> None:
+        needed = required_bytes(
+            self._shape,
+            self.cfg,
+            self.method,
+            n_slots=self.n_slots,
+            offload=self.offload,
+            lanes=n_lanes,
+            tokens_a_lane=n_tokens,
+        )
+        taken = self.allocated_bytes()
+        if not with_pages:
+            needed["device_pool_bytes"] = taken["device_pool_bytes"]
+        refuse_unless_free(
+            device_bytes(needed) - device_bytes(taken),
+            free_bytes(self.device),
+            f"{self.device.type} memory for {n_lanes} sequences of {n_tokens} tokens",
+            "ask for fewer or shorter sequences, or fewer slots",
+        )
+
+    # ---- lanes
     def clear_lane(self, lane: int, pages: list[int]) -> None:
-        """Forget a sequence: its slots, context and host pages."""
-        self.slots.clear_lane(lane)
+        """Forget a sequence: its slots, context and pages."""
+        if self.slots is not None:
+            self.slots.clear_lane(lane)
         self.context.clear_lane(lane)
         self.page_table[lane] = -1
         self.pool.release(pages)
 
     def add_pages(self, lane: int, first_block: int, pages: list[int]) -> None:
-        """Enter host pages of consecutive finished blocks."""
-        self.page_table[lane, first_block : first_block + len(pages)] = torch.tensor(pages, device=self.device)
+        """Enter the pages of consecutive blocks."""
+        self.page_table[lane, first_block : first_block + len(pages)] = torch.tensor(
+            pages, dtype=torch.int64, device=self.device
+        )
 
-    def current_rows(self, layer: int, lane: int, block: int) -> Tensor:
-        """Slot rows int64 [kv_head] of a resident block."""
-        if self.method.dense:
-            return self.slots.lane_rows(lane)[:, block]
-        return self.slots.find(layer, lane, block)
+    def attended(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """What decode attention reads by row number: K and V [row, 2, block, D] and betas [row, block] (None where the
+        method has none), of the slots or of the pages on the device."""
+        if self.slots is None:
+            return self.pool.layers[layer], self.pool.betas[layer]
+        return self.slots.kv[layer], self.slots.betas[layer] if self.method.uses_beta else None
 
     def read_context(self, layer: int, lane: int, pages: list[int], n_tokens: int) -> Tensor:
         """Copy of the K and V of a lane's first ``n_tokens`` tokens, [2, kv_head, n_tokens, D], on the device.
 
-        Finished blocks come from the host pool (from slots for a dense method), the unfinished one from its slot.
+        They come from the pool, but with offload the unfinished block comes from its slot.
         """
         size = self.cfg.block_size
-        n_finished, n_partial = divmod(n_tokens, size)
-        parts = []
-        if n_finished:
-            if self.method.dense:
-                blocks = self.slots.kv[layer][self.slots.lane_rows(lane)[:, :n_finished]].transpose(0, 1)
-            else:
-                blocks = self.pool.read(layer, pages[:n_finished]).to(self.device)
-            parts.append(blocks.permute(2, 1, 0, 3, 4).flatten(2, 3))
-        if n_partial:
-            rows = self.current_rows(layer, lane, n_finished)
-            parts.append(self.slots.kv[layer][rows, :, :n_partial].transpose(0, 1))
-        if not parts:
-            slots = self.slots.kv[layer]
-            return slots.new_empty((2, self.n_kv_heads, 0, slots.shape[-1]))
-        return torch.cat(parts, dim=2)
+        n_stored = self.pages_for(n_tokens)
+        blocks = self.pool.read(layer, pages[:n_stored]).to(self.device)
+        kv = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :n_tokens]
+        n_partial = n_tokens - kv.shape[2]
+        if self.slots is None or n_partial == 0:
+            return kv
+        rows = self.slots.find(layer, lane, n_tokens // size)
+        return torch.cat([kv, self.slots.kv[layer][rows, :, :n_partial].transpose(0, 1)], dim=2)
 
     def store_chunk(self, layer: int, lane: int, pages: list[int], first: int, kv: Tensor, betas: Tensor) -> None:
-        """Store tokens ``first`` .. L-1 after their prefill: whole blocks to the host pool, the rest to slot 0.
+        """Store tokens ``first`` .. L-1 after their prefill: in pages, but with offload an unfinished block in slot 0.
 
         kv [2, kv_head, L, D] and betas [L, kv_head] hold the context so far; ``pages`` has the pages of all its
-        finished blocks.
+        blocks that get one. Copies to the host may still be under way: ``settle``.
         """
         size, n_tokens = self.cfg.block_size, kv.shape[2]
         start, n_finished = first // size, n_tokens // size
-        if self.method.dense:
-            for block in range(start, self.cfg.n_blocks(n_tokens)):
-                rows = slice(block * size, min((block + 1) * size, n_tokens))
-                self.slots.place(layer, lane, block, block, kv[:, :, rows].transpose(0, 1), betas[rows].T)
+        if n_finished > start:
+            whole = slice(start * size, n_finished * size)
+            blocks = kv[:, :, whole].unflatten(2, (-1, size)).permute(2, 1, 0, 3, 4)
+            block_betas = betas[whole].unflatten(0, (-1, size)).transpose(1, 2)
+            self.pool.write(layer, pages[start:n_finished], blocks, block_betas)
+        tail = slice(n_finished * size, n_tokens)
+        kv_tail, beta_tail = kv[:, :, tail].transpose(0, 1), betas[tail].T
+        if self.slots is None:
+            if n_tokens > n_finished * size:
+                self.pool.write_partial(layer, pages[n_finished], kv_tail, beta_tail)
             return
-        whole = kv[:, :, start * size : n_finished * size]
-        blocks = whole.unflatten(2, (n_finished - start, size)) if n_finished > start else None
-        if blocks is not None:
-            self.pool.write(layer, pages[start:n_finished], blocks.permute(2, 1, 0, 3, 4))
-        old = self.slots.lane_rows(lane)[:, 0]
-        self.slots.poison_rows(layer, old)
+        self.slots.poison_rows(layer, self.slots.lane_rows(lane)[:, 0])
         self.slots.blocks[layer][lane, :, 0] = -1
         if n_tokens > n_finished * size:
-            tail = slice(n_finished * size, n_tokens)
-            self.slots.place(layer, lane, 0, n_finished, kv[:, :, tail].transpose(0, 1), betas[tail].T)
+            self.slots.place(layer, lane, 0, n_finished, kv_tail, beta_tail)
+
+    def settle(self) -> None:
+        """Wait until all copies into the pool have arrived."""
+        self.pool.settle()
+
+    def fill_synthetic(self, lane: int, pages: list[int], n_tokens: int, seed: int) -> None:
+        """Fill a fresh lane as if ``n_tokens`` tokens had been prefilled: random K, V (the same in all layers) and
+        betas, and their window means. For timing contexts whose prefill would take hours."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        size = (2, self.n_kv_heads, n_tokens, self._shape.head_dim)
+        kv = torch.randn(size, generator=generator, dtype=self.pool.layers[0].dtype, device=self.device)
+        for layer, means in enumerate(self.context.beta_means):
+            noise = torch.randn((n_tokens, self.n_kv_heads), generator=generator, dtype=means.dtype, device=self.device)
+            betas = self.context.append_chunk(layer, lane, 0, kv[0].transpose(0, 1), noise)
+            self.store_chunk(layer, lane, pages, 0, kv, betas)
+        self.settle()
 
     def save(self, lane: int, pages: list[int], n_tokens: int) -> SavedKV:
         """Copy a lane to the host: finished blocks, the written rows of the unfinished one, betas and means."""
@@ -155,7 +247,7 @@ class Memory:
         )
 
     def restore(self, lane: int, pages: list[int], saved: SavedKV) -> None:
-        """Fill a fresh lane from a saved one, resident state as after a prefill: the unfinished block alone."""
+        """Fill a fresh lane from a saved one, resident state as after a prefill."""
         for layer in range(self.n_layers):
             whole = saved.blocks[layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
             kv = torch.cat([whole, saved.partial[layer].transpose(0, 1)], dim=2).to(self.device)
@@ -166,3 +258,4 @@ class Memory:
             self.context.key_means[layer][lane, :, :n_windows] = saved.key_means[layer].to(self.device)
             self.context.beta_means[layer][lane, :, :n_windows] = saved.beta_means[layer].to(self.device)
             self.store_chunk(layer, lane, pages, 0, kv, betas)
+        self.settle()

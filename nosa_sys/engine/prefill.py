@@ -1,12 +1,11 @@
 """Chunked prefill: every query selects for itself, as if the context ended at its own position.
 
-A chunk gathers its layer's earlier K and V into a transient buffer (whole finished blocks from the host pool), and
-stores its own blocks back: finished ones to the host, the unfinished one to a slot.
+A chunk reads its layer's earlier K and V back from memory, or on a GPU keeps them on the device while the prompt lasts,
+and stores its own blocks: finished ones in the pool, with offload the unfinished one in a slot.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +13,11 @@ import torch
 from torch import Tensor
 
 from nosa_sys.engine.memory import Memory
+from nosa_sys.engine.prefill_context import KeptContext, LayerClock, PoolContext, PromptContext
 from nosa_sys.errors import NumericsError
+from nosa_sys.kernels.block_selection import raise_selection_errors
 from nosa_sys.kernels.block_selection.reference import Selection
-from nosa_sys.kernels.prefill_attention.reference import prefill_attention, prefill_selection
+from nosa_sys.kernels.prefill_attention import prefill_attention, queue_selection
 from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
@@ -56,35 +57,58 @@ class PrefillOutput:
 
 
 class PrefillRunner:
-    """Prefills sequences of one engine, ``chunk`` tokens at a time."""
+    """Prefills sequences of one engine, ``chunk`` tokens at a time.
+
+    ``keep_context``: the prompt's K and V of all layers stay on the device until its prefill ends, and no chunk reads
+    earlier blocks back; default on a GPU. ``on_chunk`` is called with the number of tokens of each finished chunk.
+    """
 
     def __init__(
-        self, model: LlamaModel, memory: Memory, chunk: int, on_chunk: Callable[[int], None] | None = None
+        self,
+        model: LlamaModel,
+        memory: Memory,
+        chunk: int,
+        on_chunk: Callable[[int], None] | None = None,
+        *,
+        keep_context: bool | None = None,
     ) -> None:
-        """``on_chunk`` is called with the number of tokens of each finished chunk."""
         self.model, self.memory, self.chunk = model, memory, chunk
         self.cfg, self.method = memory.cfg, memory.method
+        self._keep_context = model.device.type == "cuda" if keep_context is None else keep_context
         self._on_chunk = on_chunk
 
     @torch.no_grad()
     def run(
         self, tokens: Sequence[int], lane: int, pages: list[int], output: PrefillOutput | None = None
     ) -> PrefillCost:
-        """Fill ``lane`` with the KV of ``tokens``; ``pages`` are the host pages of its finished blocks.
+        """Fill ``lane`` with the KV of ``tokens``; ``pages`` are the pages of its blocks.
 
         With ``output`` the logits and selections from position ``output.first`` on are kept there. Raises
-        NumericsError for NaN scores, naming layer, head, position and block.
+        NumericsError for NaN scores, naming layer, head, position and block, and CapacityError when the prompt's K and
+        V are to be kept on the device and do not fit.
         """
-        n_layers = self.model.n_layers
-        cost = PrefillCost(len(tokens), [0] * n_layers, [0] * n_layers, [0.0] * n_layers)
-        for first in range(0, len(tokens), self.chunk):
+        n_layers, n_tokens = self.model.n_layers, len(tokens)
+        context: PromptContext = PoolContext(self.memory, lane, pages)
+        if self._keep_context:
+            context = KeptContext(self.model, n_tokens)
+        clock = LayerClock(n_layers, self.model.device)
+        n_read = 0
+        for first in range(0, n_tokens, self.chunk):
             chunk = tokens[first : first + self.chunk]
-            self._run_chunk(chunk, first, lane, pages, cost, output)
+            self._run_chunk(chunk, first, lane, pages, context, clock, output)
+            n_read += self._finished_blocks(first) if context.reads_pool else 0
             if self._on_chunk is not None:
                 self._on_chunk(len(chunk))
+        self.memory.settle()
         if output is not None:
             output.finish(self.model)
-        return cost
+        block_bytes = self.memory.n_kv_heads * self.memory.block_bytes
+        n_written = self._finished_blocks(n_tokens)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return PrefillCost(
+            n_tokens, [n_read * block_bytes] * n_layers, [n_written * block_bytes] * n_layers, clock.collect()
+        )
 
     def _run_chunk(
         self,
@@ -92,53 +116,49 @@ class PrefillRunner:
         first: int,
         lane: int,
         pages: list[int],
-        cost: PrefillCost,
+        context: PromptContext,
+        clock: LayerClock,
         output: PrefillOutput | None,
     ) -> None:
         model, memory = self.model, self.memory
         end = first + len(tokens)
         x = model.embed(torch.tensor(tokens, device=model.device))
         positions = torch.arange(first, end, device=model.device)
-        read, written = self._finished_blocks(first), self._finished_blocks(end) - self._finished_blocks(first)
+        errors: list[Tensor] = []
+        clock.begin_chunk()
         for layer in range(model.n_layers):
-            start = time.perf_counter()
             q, k, v, beta = model.attention_inputs(layer, x)
             q, k = model.rope(q, k, positions)
-            earlier = memory.read_context(layer, lane, pages, first)
-            kv = torch.cat([earlier, torch.stack((k, v)).transpose(1, 2)], dim=2)
-            betas = memory.context.append_chunk(layer, lane, first, kv[0].transpose(0, 1), beta)
+            kv = context.extend(layer, first, k, v)
+            keys, values = kv[0].transpose(0, 1), kv[1].transpose(0, 1)
+            betas = memory.context.append_chunk(layer, lane, first, keys, beta)
             memory.store_chunk(layer, lane, pages, first, kv, betas)
             if layer < model.n_layers - 1 or output is not None:
                 # the last layer's output is of no use but for logits: the last prompt token runs as a decode step
-                selection = self._select(layer, lane, q, first)
-                attention = prefill_attention(
-                    q,
-                    kv[0].transpose(0, 1),
-                    kv[1].transpose(0, 1),
-                    betas if self.method.uses_beta else None,
-                    None if selection is None else selection.block_ids,
-                    first,
-                    self.cfg.block_size,
-                )
+                selection = self._select(layer, lane, q, first, errors)
+                block_ids = None if selection is None else selection.block_ids
+                bias = betas if self.method.uses_beta else None
+                attention = prefill_attention(q, keys, values, bias, block_ids, first, self.cfg.block_size)
                 x = model.attention_output(layer, x, attention)
-                if output is not None and selection is not None:
-                    output.keep_selection(layer, first, selection.block_ids)
-            cost.h2d_bytes[layer] += read * memory.n_kv_heads * memory.block_bytes
-            cost.d2h_bytes[layer] += written * memory.n_kv_heads * memory.block_bytes
-            cost.time_us[layer] += (time.perf_counter() - start) * 1e6
+                if output is not None and block_ids is not None:
+                    output.keep_selection(layer, first, block_ids)
+            clock.end_layer(layer)
+        self._raise_errors(errors, end)
         if output is not None:
             output.keep_hidden(first, x)
 
     def _finished_blocks(self, n_tokens: int) -> int:
-        return 0 if self.method.dense else n_tokens // self.cfg.block_size
+        """Blocks of a context that cross into the host pool."""
+        return n_tokens // self.cfg.block_size if self.memory.offload else 0
 
-    def _select(self, layer: int, lane: int, q: Tensor, first: int) -> Selection | None:
+    def _select(self, layer: int, lane: int, q: Tensor, first: int, errors: list[Tensor]) -> Selection | None:
+        """None for a dense method. A GPU's NaN reports go to ``errors``, one entry a layer, unseen."""
         if self.method.dense:
             return None
         n_windows = self.cfg.n_windows(first + q.shape[0])
         context = self.memory.context
         try:
-            return prefill_selection(
+            selection, reports = queue_selection(
                 q,
                 context.key_means[layer][lane, :, :n_windows],
                 context.beta_means[layer][lane, :, :n_windows],
@@ -148,6 +168,20 @@ class PrefillRunner:
             )
         except NumericsError as error:
             raise NumericsError(f"layer {layer}, prefill, row = position: {error}") from None
+        if reports is not None:
+            errors.append(reports)
+        return selection
+
+    @staticmethod
+    def _raise_errors(errors: list[Tensor], end: int) -> None:
+        """Look at a chunk's NaN reports, all layers with one wait. Reports [last queries, kv_head] end at ``end``."""
+        if not errors or bool((torch.stack(errors) < 0).all()):
+            return
+        for layer, reports in enumerate(errors):
+            try:
+                raise_selection_errors(reports, first_row=end - len(reports))
+            except NumericsError as error:
+                raise NumericsError(f"layer {layer}, prefill, row = position: {error}") from None
 
 
 def prefill_logits(
@@ -159,16 +193,20 @@ def prefill_logits(
     first: int = 0,
     chunk: int = 512,
     poison: float | None = None,
+    offload: bool | None = None,
+    keep_context: bool | None = None,
 ) -> PrefillOutput:
     """Logits and selections of positions ``first`` .. of ``tokens`` by the prefill path alone, in storage of its own.
 
-    The comparison that holds decode and prefill to one another.
+    The comparison that holds decode and prefill to one another. ``offload`` and ``keep_context`` as of ``Memory`` and
+    ``PrefillRunner``.
     """
     rule = get_method(method)
-    memory = Memory(model, sparse, rule, n_slots=sparse.topk, offload=not rule.dense, poison=poison)
+    offload = not rule.dense if offload is None else offload
+    memory = Memory(model, sparse, rule, n_slots=sparse.topk, offload=offload, poison=poison)
     memory.ensure(1, len(tokens))
     memory.clear_lane(0, [])
     pages = memory.pool.allocate(memory.pages_for(len(tokens)))
     output = PrefillOutput(first)
-    PrefillRunner(model, memory, chunk).run(tokens, 0, pages, output)
+    PrefillRunner(model, memory, chunk, keep_context=keep_context).run(tokens, 0, pages, output)
     return output

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nosa_sys.engine.tensors import doubled, grown
+from nosa_sys.engine.tensors import doubled, grown, n_bytes
 from nosa_sys.model_shape import ModelShape
 
 EMPTY = -1
@@ -18,7 +18,7 @@ EMPTY = -1
 class SlotCache:
     """Slots of all layers. ``kv[l]`` [n_rows, 2, block, head_dim], ``betas[l]`` [n_rows, block] (fp32 or fp64),
     ``blocks[l]`` int32 [lane, kv_head, slot] (block id or -1), ``last_use[l]`` int64 [lane, kv_head, slot + 1]:
-    the step of a slot's last selection, its last column takes the writes of padding.
+    the step of a slot's last selection, its last column takes the writes of padding. ``generation`` counts growths.
     """
 
     def __init__(
@@ -31,7 +31,8 @@ class SlotCache:
         device: torch.device,
         poison: float | None = None,
     ) -> None:
-        self.n_slots, self.n_lanes = n_slots, 0
+        self.n_slots = n_slots
+        self.n_lanes = self.generation = 0
         self.n_kv_heads, self._poison = shape.n_kv_heads, poison
         layers = range(shape.n_layers)
         kv_shape = (0, 2, block_size, shape.head_dim)
@@ -46,13 +47,19 @@ class SlotCache:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of K and V slots over all layers."""
-        return sum(layer.numel() * layer.element_size() for layer in self.kv)
+        return n_bytes(*self.kv)
 
-    def ensure_lanes(self, n_lanes: int) -> None:
-        """Room for lanes 0 .. n_lanes - 1; old lanes keep their contents."""
-        total = doubled(self.n_lanes, n_lanes)
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of what lies beside the slots: betas, block map and last uses."""
+        return n_bytes(*self.betas, *self.blocks, *self.last_use)
+
+    def ensure_lanes(self, n_lanes: int, *, exact: bool = False) -> None:
+        """Room for lanes 0 .. n_lanes - 1; old lanes keep their contents. Doubles where it grows, unless ``exact``."""
+        total = doubled(self.n_lanes, n_lanes, exact=exact)
         if total == self.n_lanes:
             return
+        self.generation += 1
         rows = total * self.n_kv_heads * self.n_slots
         for index, layer in enumerate(self.kv):
             self.kv[index] = grown(layer, (rows, *layer.shape[1:]), self._poison)
@@ -61,23 +68,6 @@ class SlotCache:
             self.blocks[index] = grown(old_map, (total, *old_map.shape[1:]), EMPTY)
             self.last_use[index] = grown(old_use, (total, *old_use.shape[1:]), EMPTY)
         self.n_lanes = total
-
-    def ensure_slots(self, n_slots: int) -> None:
-        """Widen every head to at least ``n_slots``, for method full: there slot b is block b and no map is kept."""
-        total = doubled(self.n_slots, n_slots)
-        if total == self.n_slots:
-            return
-        for index, layer in enumerate(self.kv):
-            self.kv[index] = self._widened(layer, total)
-            self.betas[index] = self._widened(self.betas[index], total)
-            map_shape = (self.n_lanes, self.n_kv_heads)
-            self.blocks[index] = grown(self.blocks[index], (*map_shape, total), EMPTY)
-            self.last_use[index] = grown(self.last_use[index], (*map_shape, total + 1), EMPTY)
-        self.n_slots = total
-
-    def _widened(self, rows: Tensor, n_slots: int) -> Tensor:
-        by_head = rows.view(self.n_lanes * self.n_kv_heads, self.n_slots, *rows.shape[1:])
-        return grown(by_head, (by_head.shape[0], n_slots, *rows.shape[1:]), self._poison).flatten(0, 1)
 
     def lane_rows(self, lane: int) -> Tensor:
         """Rows int64 [kv_head, slot] of one lane."""

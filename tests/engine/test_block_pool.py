@@ -13,6 +13,7 @@ from nosa_sys.engine.block_pool import BlockPool
 from nosa_sys.errors import CapacityError
 from tests.engine.helpers import TINY
 
+NO_BETAS = torch.empty(0)
 PAGE_BYTES = 2 * 2 * (2 * 4 * 8 * 8)  # layers x heads x bytes of K and V of one 4-token block
 
 
@@ -29,7 +30,9 @@ def test_pages_keep_their_contents_through_growth(operations: list[tuple[bool, i
                 assert page not in held
                 held[page] = float(mark * 100 + page)
                 for layer in range(2):
-                    pool.write(layer, [page], torch.full((1, 2, 2, 4, 8), held[page] + layer, dtype=torch.float64))
+                    pool.write(
+                        layer, [page], torch.full((1, 2, 2, 4, 8), held[page] + layer, dtype=torch.float64), NO_BETAS
+                    )
         else:
             gone = list(held)[:n]
             pool.release(gone)
