@@ -43,6 +43,7 @@ def check_trace(trace: Trace) -> CheckReport:
         n_cold_rows=int(rows.cold.sum()),
         n_sequences=len(np.unique(rows.sequence)),
         n_steps=len(np.unique(rows.step)),
+        status=trace.meta.status,
         complete=trace.meta.complete,
         notes=list(trace.notes),
     )

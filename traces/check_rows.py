@@ -191,6 +191,8 @@ def _check_lists(trace: Trace, rows: SelectionRows, stored: np.ndarray, findings
     free = (origins == ORIGIN_QUERY) | (origins == ORIGIN_QUERY + 1)
     sparse_ok = np.where(expected >= 0, origins == expected, free)
     wrong = unknown | ~np.where(sparse[row], sparse_ok, origins == ORIGIN_DENSE)
+    if trace.meta.injected:  # the origins are of the selection that the given ids replaced
+        wrong, sparse = unknown, np.zeros_like(sparse)
     n_query = np.bincount(row[origins == ORIGIN_QUERY], minlength=len(rows))
     miscounted = sparse & (n_query != method.query_aware_picks(cfg, cfg.n_forced))
     bad |= report(

@@ -28,6 +28,7 @@ MAX_META_BYTES = 64 * 2**20
 ORIGIN_SINK, ORIGIN_WINDOW, ORIGIN_QUERY, ORIGIN_AGNOSTIC, ORIGIN_DENSE = range(5)
 ORIGIN_NAMES = ("sink", "window", "query-aware", "query-agnostic", "dense")
 
+# What stands in a trace's status, alone or before ": LABEL" (as in "injected: 2 misses a head").
 STATUSES = ("measured", "validated", "projected", "injected")
 POLICIES = ("exact", "lru", "beta", "belady")
 SCHEDULES = ("serial", "fused_kv", "split_merge", "two_batch", "prefetch")
@@ -121,6 +122,11 @@ class TraceMeta:
     schema_version: int = SCHEMA_VERSION
 
     @property
+    def injected(self) -> bool:
+        """Whether the selections were given to the run: no method chose them, so no guarantee holds for them."""
+        return status_kind(self.status) == "injected"
+
+    @property
     def block_bytes(self) -> int:
         """Bytes one missed block moves: 2 * block * D * e_host."""
         return self.model.kv_block_bytes(self.sparse.block_size, self.host_kv_dtype)
@@ -172,12 +178,15 @@ class TraceMeta:
             ("head", self.head, HEADS),
             ("schedule", self.schedule, SCHEDULES),
             ("policy", self.policy, POLICIES),
-            ("status", self.status, STATUSES),
             ("kv_dtype", self.kv_dtype, tuple(DTYPE_BYTES)),
             ("host_kv_dtype", self.host_kv_dtype, tuple(DTYPE_BYTES)),
         ):
             if value not in allowed:
                 raise TraceError(f"{source}: {name}={value!r} must be one of {', '.join(allowed)}")
+        if not isinstance(self.status, str) or status_kind(self.status) not in STATUSES:
+            raise TraceError(
+                f"{source}: status={self.status!r} must be one of {', '.join(STATUSES)}, alone or before ': LABEL'"
+            )
         if not isinstance(self.complete, bool):
             raise TraceError(f"{source}: complete={self.complete!r} must be true or false")
         for name, count in (("slots", self.slots), ("n_steps", self.n_steps), ("seed", self.seed)):
@@ -209,6 +218,11 @@ class TraceMeta:
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{path} is not valid JSON: {error}") from None
         return cls.from_dict(data, str(path))
+
+
+def status_kind(status: str) -> str:
+    """What stands before ": LABEL"."""
+    return status.partition(":")[0]
 
 
 def _refuse_constant(name: str) -> float:

@@ -254,6 +254,8 @@ def _flatten(where: str, values: Sequence[Any] | np.ndarray, kind: pa.DataType) 
 
 def _flat(where: str, values: Sequence[Any] | np.ndarray, kind: pa.DataType, nullable: bool) -> pa.Array:
     if pa.types.is_floating(kind):
+        if not nullable and isinstance(values, np.ndarray) and values.dtype == kind.to_pandas_dtype():
+            return pa.array(values.copy(), type=kind)
         try:
             numbers = np.asarray(values, dtype=np.float64)  # None becomes NaN
         except (TypeError, ValueError):

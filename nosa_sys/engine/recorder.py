@@ -16,18 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nosa_sys.engine.phases import PHASES
 from nosa_sys.engine.plan import StepPlan
 from nosa_sys.engine.prefill import PrefillCost
+from nosa_sys.engine.recorder_rows import (
+    SelectionHistory,
+    first_beta_columns,
+    new_beta_columns,
+    score_columns,
+    step_columns,
+)
 from nosa_sys.engine.work_thread import WorkThread
 from nosa_sys.errors import ConfigError, TraceError
-from nosa_sys.traces.schema import TIMELINE_FILE, WHOLE_STEP_LAYER, SequenceInfo, TraceMeta
+from nosa_sys.traces.schema import TIMELINE_FILE, SequenceInfo, TraceMeta
 from nosa_sys.traces.timeline import Mark, StepMarks, write_timeline
-from nosa_sys.traces.writer import FlatLists, TraceWriter
+from nosa_sys.traces.writer import TraceWriter
 
 FLUSH_INTERVAL_S = 2.0
 MAX_PENDING_CALLS = 8  # a step of 32 layers, 64 rows, 2 heads and 64 blocks holds 1.3 MB
-_TABLE_BYTES = 2**20  # what count_shared marks blocks in; fits a core's cache
 
 
 class Recorder:
@@ -56,7 +61,7 @@ class Recorder:
         self._writer: TraceWriter | None = None
         self._sequences: dict[int, SequenceInfo] = {}
         self._new_tokens: dict[int, int] = {}
-        self._previous: dict[int, NDArray[np.int32]] = {}  # ids of a sequence's last row, [layer, head, k], -1 padded
+        self._history = SelectionHistory()
         self._marks: list[StepMarks] = []
         self._marks_end_us = 0.0
         self._n_steps = self._longest_blocks = self._consumed_steps = 0
@@ -110,13 +115,11 @@ class Recorder:
         (default: at the end of the marked step before). With any marks `close` leaves a timeline beside the tables.
         Raises ConfigError for a plan without its selection.
         """
-        if plan.block_ids is None or plan.origins is None or plan.counts is None:
-            raise ConfigError(f"the plan of step {plan.batch.step} holds no selection; ask the runner to record it")
         self._do(lambda: self._write_step(plan, marks, begin_us), self._count_consumed)
 
     def on_leave(self, sequence: int) -> None:
         """A sequence is gone: its last selection is no longer needed."""
-        self._do(lambda: self._forget(sequence))
+        self._do(lambda: self._history.forget(sequence))
 
     # ---- the work, in this thread or the other
     def _do(self, work: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
@@ -132,9 +135,6 @@ class Recorder:
         with self._step_over:
             self._consumed_steps += 1
             self._step_over.notify_all()
-
-    def _forget(self, sequence: int) -> None:
-        self._previous.pop(sequence, None)
 
     def _write_start(self, info: SequenceInfo, cost: PrefillCost | None, means: NDArray[Any] | None) -> None:
         self._sequences[info.id] = info
@@ -153,14 +153,16 @@ class Recorder:
                 },
             )
         if means is not None:
-            layer, head, window = (axis.ravel() for axis in np.indices(means.shape))
-            self._add_betas(np.full(means.size, info.id), layer, head, window, means.ravel())
+            self._open_writer.add("betas", first_beta_columns(info.id, means))
 
     def _write_step(self, plan: StepPlan, marks: Sequence[Mark], begin_us: float | None) -> None:
-        self._add_selections(plan)
+        writer = self._open_writer
+        writer.add("selections", self._history.columns(plan, self._block_bytes))
         if plan.window_scores is not None:
-            self._add_scores(plan)
-        self._add_step(plan)  # last: its row says that the step is whole
+            writer.add("scores", score_columns(plan, plan.window_scores))
+        if plan.new_beta_means is not None:
+            writer.add("betas", new_beta_columns(plan, plan.new_beta_means))
+        writer.add("steps", step_columns(plan, self._block_bytes))  # last: it says that the step is whole
         self._n_steps = plan.batch.step + 1
         self._flush_when_due()
         for sequence in plan.batch.sequences:
@@ -183,103 +185,6 @@ class Recorder:
             self._open_writer.flush()
             self._flushed_at_s = time.monotonic()
 
-    # ---- rows
-    def _add_selections(self, plan: StepPlan) -> None:
-        assert plan.block_ids is not None
-        assert plan.origins is not None
-        assert plan.counts is not None
-        batch, (n_layers, n_rows, n_heads) = plan.batch, plan.n_misses.shape
-        per_row = n_layers * n_heads
-        ids = _by_row(plan.block_ids)  # [batch, layer, head, k]
-        counts = np.repeat(plan.counts.astype(np.int64), per_row)
-        misses = _by_row(plan.n_misses).ravel().astype(np.int64)
-        self._open_writer.add(
-            "selections",
-            {
-                "step": np.full(misses.size, batch.step),
-                "position": np.repeat(batch.positions, per_row),
-                "sequence": np.repeat(batch.sequences, per_row),
-                "layer": np.tile(np.repeat(np.arange(n_layers), n_heads), n_rows),
-                "kv_head": np.tile(np.arange(n_heads), n_rows * n_layers),
-                "block_ids": FlatLists.from_padded(ids.reshape(misses.size, -1), counts),
-                "origins": FlatLists.from_padded(_by_row(plan.origins).reshape(misses.size, -1), counts),
-                "n_misses": misses,
-                "h2d_bytes": misses * self._block_bytes,
-                "gamma": self._shared(batch.sequences, batch.cold, ids).ravel() / counts,
-                "cold": np.repeat(batch.cold, per_row),
-            },
-        )
-        self._previous.update(zip(batch.sequences, ids, strict=True))
-
-    def _shared(self, sequences: Sequence[int], cold: Sequence[bool], ids: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Blocks shared with each sequence's previous row [batch, layer, head]; NaN for cold rows."""
-        shared = np.full(ids.shape[:3], np.nan)
-        warm = [row for row, is_cold in enumerate(cold) if not is_cold]
-        if warm:
-            before = [self._previous[sequences[row]] for row in warm]
-            previous = np.full((len(warm), *ids.shape[1:3], max(b.shape[-1] for b in before)), -1, dtype=np.int32)
-            for place, one in zip(previous, before, strict=True):
-                place[..., : one.shape[-1]] = one
-            shared[warm] = count_shared(ids if len(warm) == len(ids) else ids[warm], previous)
-        return shared
-
-    def _add_step(self, plan: StepPlan) -> None:
-        batch, (n_layers, _, n_heads) = plan.batch, plan.n_misses.shape
-        misses = plan.n_misses.sum(axis=(1, 2), dtype=np.int64)
-        written = np.full(n_layers, batch.n_written_back * n_heads * self._block_bytes)
-        zeros = np.zeros(n_layers + 1, dtype=np.int64)
-        columns: dict[str, Any] = {
-            "step": zeros + batch.step,
-            "layer": np.append(np.arange(n_layers), WHOLE_STEP_LAYER),
-            "n_sequences": zeros + batch.size,
-            "n_misses": _with_sum(misses),
-            "h2d_bytes": _with_sum(misses * self._block_bytes),
-            "d2h_bytes": _with_sum(written),
-            "prefetch_bytes": self._bytes_of(plan.prefetch_loads, zeros),
-            "wasted_prefetch_bytes": self._bytes_of(plan.wasted_loads, zeros),
-        }
-        if plan.phase_us is not None:
-            for name in PHASES:
-                columns[name] = _with_sum(plan.phase_us[name])
-            columns["time_us"] = np.append(sum(plan.phase_us[name] for name in PHASES), plan.time_us)
-        else:
-            columns["time_us"] = np.append(np.full(n_layers, np.nan), plan.time_us)
-        self._open_writer.add("steps", columns)
-
-    def _bytes_of(self, loads: NDArray[np.int64] | None, none: NDArray[np.int64]) -> NDArray[np.int64]:
-        return none if loads is None else _with_sum(loads.astype(np.int64) * self._block_bytes)
-
-    def _add_scores(self, plan: StepPlan) -> None:
-        assert plan.window_scores is not None
-        batch, scores = plan.batch, plan.window_scores
-        layer, row, head = (axis.ravel() for axis in np.indices(scores.shape[:3]))
-        sequences, n_windows = np.array(batch.sequences), np.array(batch.windows)
-        self._open_writer.add(
-            "scores",
-            {
-                "step": np.full(len(layer), batch.step),
-                "sequence": sequences[row],
-                "layer": layer,
-                "kv_head": head,
-                "window_scores": FlatLists.from_padded(scores.reshape(len(layer), -1), n_windows[row]),
-            },
-        )
-        if plan.new_beta_means is not None:
-            done, means = np.array(batch.windows_done, dtype=np.int64), plan.new_beta_means
-            layer, row, head = (axis.ravel() for axis in np.indices(means.shape))
-            self._add_betas(sequences[done][row], layer, head, n_windows[done][row] - 1, means.ravel())
-
-    def _add_betas(
-        self,
-        sequence: NDArray[Any],
-        layer: NDArray[Any],
-        head: NDArray[Any],
-        window: NDArray[Any],
-        mean: NDArray[Any],
-    ) -> None:
-        columns = {"sequence": sequence, "layer": layer, "kv_head": head, "window": window, "beta_mean": mean}
-        self._open_writer.add("betas", columns)
-
     # ---- ending
     def close(self) -> None:
         """Wait for the thread, if there is one, and complete the trace. An error of the thread is raised here; the
@@ -290,6 +195,7 @@ class Recorder:
             if self._thread.error is not None:
                 self._abandon()
                 raise self._thread.error
+            self._thread = None
         if self._marks:
             write_timeline(self.directory / TIMELINE_FILE, self._marks)
         sequences = (
@@ -318,31 +224,7 @@ class Recorder:
             return
         if self._thread is not None:
             self._thread.stop()
+            if error is not None and self._thread.error not in (None, error):
+                error.add_note(f"the recorder of {self.directory} had failed too: {self._thread.error!r}")
+            self._thread = None
         self._abandon()
-
-
-def count_shared(ids: NDArray[Any], previous: NDArray[Any]) -> NDArray[np.int64]:
-    """|G & Gprev| of each row: int [..., k] and [..., k'], -1 padded, no id twice in a row -> int64 [...]."""
-    shape, k = ids.shape[:-1], ids.shape[-1]
-    ids, previous = ids.reshape(-1, k), previous.reshape(-1, previous.shape[-1])
-    span = int(max(ids.max(initial=0), previous.max(initial=0))) + 2  # column 0 is for padding
-    at_once = max(1, min(len(ids), _TABLE_BYTES // span))
-    begins = np.arange(at_once)[:, None] * span + 1
-    shared = np.empty(len(ids), dtype=np.int64)
-    for first in range(0, len(ids), at_once):
-        rows = slice(first, first + at_once)
-        here = begins[: len(ids[rows])]
-        table = np.zeros(len(here) * span, dtype=np.uint8)
-        table[(previous[rows] + here).ravel()] = 1
-        table[::span] = 0
-        shared[rows] = table[(ids[rows] + here).ravel()].reshape(-1, k).sum(axis=1)
-    return shared.reshape(shape)
-
-
-def _by_row(values: NDArray[Any]) -> NDArray[Any]:
-    """[layer, batch, ...] -> a copy [batch, layer, ...]."""
-    return np.array(values.swapaxes(0, 1), order="C")
-
-
-def _with_sum(values: NDArray[Any]) -> NDArray[Any]:
-    return np.append(values, values.sum())

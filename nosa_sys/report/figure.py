@@ -7,6 +7,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from nosa_sys.traces.schema import status_kind
+
 # Colour-blind safe (Okabe and Ito), dark enough on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#444444", "#8B4513")
 ORIGIN_COLOURS = ("#444444", "#56B4E9", "#D55E00", "#009E73", "#BBBBBB")
@@ -15,13 +17,18 @@ FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Helvetica Neue',
 
 @dataclass(frozen=True)
 class Figure:
-    """``status`` is measured, validated, projected or injected; ``key`` is the id in the page."""
+    """``status`` is measured, validated, projected or injected, alone or before ": LABEL"; ``key`` is the id in the
+    page."""
 
     key: str
     title: str
     status: str
     how_to_read: str
     plot: go.Figure
+
+    @property
+    def status_kind(self) -> str:
+        return status_kind(self.status)
 
 
 def styled(

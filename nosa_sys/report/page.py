@@ -21,6 +21,7 @@ from nosa_sys.report.time_figures import prediction_figure
 from nosa_sys.report.trace_figures import trace_figures
 from nosa_sys.report.validation_figures import validation_figures
 from nosa_sys.report.what_if import what_if_rows
+from nosa_sys.traces.schema import status_kind
 
 _STATUS_TEXT = {
     "measured": "recorded from a real run on the device named below, or counted exactly from its record",
@@ -79,7 +80,7 @@ def build_page(inputs: ReportInputs, *, title: str = "NOSA report") -> Page:
         + "; ".join(
             f'<span class="status {status}">{status}</span> {html.escape(_STATUS_TEXT[status])}'
             for status in _STATUS_TEXT
-            if any(figure.status == status for figure in figures)
+            if any(figure.status_kind == status for figure in figures)
         )
         + ".</p>",
         _cards(headline_numbers(inputs)),
@@ -121,7 +122,8 @@ def _cards(numbers: Sequence[tuple[str, str]]) -> str:
 
 
 def _header(title: str, status: str | None) -> str:
-    label = f'<span class="status {status}">{status}</span>' if status in _STATUS_TEXT else ""
+    kind = status_kind(status or "")
+    label = f'<span class="status {kind}">{html.escape(str(status))}</span>' if kind in _STATUS_TEXT else ""
     return f"<header><h2>{html.escape(title)}</h2>{label}</header>"
 
 

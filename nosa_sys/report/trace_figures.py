@@ -46,8 +46,7 @@ def gamma_grid(source: TraceInput) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def guaranteed_floor(source: TraceInput) -> float | None:
     """k_e / k where the method guarantees it."""
     meta = source.trace.meta
-    method = get_method(meta.method)
-    return meta.sparse.guaranteed_gamma if method.name == "nosa" else None
+    return meta.sparse.guaranteed_gamma if meta.method == "nosa" and not meta.injected else None
 
 
 def gamma_figure(source: TraceInput, index: int) -> Figure | None:
@@ -127,7 +126,7 @@ def misses_figure(source: TraceInput, index: int) -> Figure | None:
     bound = get_method(meta.method).max_loads(meta.sparse, 2**31)
     styled(plot, x="layer", y="blocks loaded per head and step")
     reading = f"Low is cheap: each block moves {meta.block_bytes:,} bytes over the link; slots = {meta.slots}."
-    if meta.method != "full":
+    if meta.method != "full" and not meta.injected:
         reading += f" No head may ever load more than {bound} at slots = k."
     return Figure(f"misses-{index}", f"Misses by layer: {source.label}", meta.status, reading, plot)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nosa_sys.engine.engine import Engine
-from nosa_sys.engine.recorder import Recorder, count_shared
+from nosa_sys.engine.recorder import Recorder
 from nosa_sys.errors import ConfigError, TraceError
 from nosa_sys.traces.check import check_trace
 from nosa_sys.traces.reader import Trace
@@ -163,11 +163,3 @@ def test_a_recorder_serves_one_engine(tmp_path: Path) -> None:
     Engine(tiny_model(), SMALL, recorder=recorder)
     with pytest.raises(ConfigError, match="serves an engine already"):
         Engine(tiny_model(), SMALL, recorder=recorder)
-
-
-def test_count_shared_against_sets() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        a, b = (np.array([np.sort(rng.choice(9, k, replace=False)) for _ in range(6)]) for k in rng.integers(1, 9, 2))
-        expected = [len(set(x) & set(y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
-        assert count_shared(a, b).tolist() == expected

@@ -33,6 +33,18 @@ def test_every_kind_of_figure_is_drawn_and_labelled(tmp_path: Path) -> None:
     assert page.html.count('class="status ') >= len(page.figures)
 
 
+def test_an_injected_trace_keeps_its_label_and_promises_nothing(tmp_path: Path) -> None:
+    directory = write_trace(tmp_path / "t")
+    meta = json.loads((directory / "meta.json").read_text())
+    pages = {}
+    for status in ("measured", "injected: 2 misses <a head>"):
+        (directory / "meta.json").write_text(json.dumps(meta | {"status": status}))
+        pages[status] = build_page(load_inputs([directory])).html
+        body = pages[status].split("</head>")[1]
+        assert ("guaranteed" in body) == (status == "measured")
+    assert '<span class="status injected">injected: 2 misses &lt;a head&gt;</span>' in pages[status]
+
+
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
     html = build_page(load_inputs([write_everything(tmp_path)])).html
     head, body = html.split("</head>")

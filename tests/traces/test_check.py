@@ -262,6 +262,31 @@ def test_each_corruption_is_named_with_its_row(tmp_path: Path, rule: str, mutate
     assert report.counts[rule] >= 1
 
 
+GUARANTEES = {"loads-bound", "overlap-bound", "core", "selection"}
+
+
+@pytest.mark.parametrize(("rule", "mutate"), [m for m in MUTATIONS if m[0] not in ("origins", "status")])
+def test_injected_selections_are_held_to_all_but_the_guarantees(tmp_path: Path, rule: str, mutate: Mutation) -> None:
+    source = make_trace(sequences=SEQUENCES, seed=3)
+    source.meta["status"] = "injected: 2 misses a head"
+    table, row = mutate(source)
+    report = report_of(source, tmp_path)
+    assert report.facts["status"] == "injected: 2 misses a head"
+    if rule in GUARANTEES:
+        assert not GUARANTEES & set(report.counts)
+        assert "injected" in report.facts["guarantee"]
+    else:
+        assert (table, row) in {(p.table, p.row) for p in report.problems if p.rule == rule}
+
+
+@pytest.mark.parametrize(("origin", "ok"), [(0, True), (4, True), (5, False), (-1, False)])
+def test_injected_selections_may_be_of_any_origin(tmp_path: Path, origin: int, ok: bool) -> None:
+    source = make_trace(sequences=SEQUENCES)
+    source.meta["status"] = "injected"
+    setting("selections", "origins", lambda origins: [origin] * len(origins))(source)
+    assert report_of(source, tmp_path).ok == ok
+
+
 def test_budget_rule_and_long_lists(tmp_path: Path) -> None:
     for name, change in (("short", lambda ids: ids[:-1]), ("long", lambda ids: [*ids, *range(100, 100_100)])):
         source = make_trace()

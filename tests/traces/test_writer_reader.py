@@ -20,7 +20,7 @@ from nosa_sys.model_shape import ModelShape
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.reader import Trace, read_part
 from nosa_sys.traces.schema import SCHEMAS, TraceMeta
-from nosa_sys.traces.writer import TraceWriter
+from nosa_sys.traces.writer import FlatLists, TraceWriter
 from tests.traces.synthetic import make_trace
 
 
@@ -46,6 +46,54 @@ def test_round_trip_through_writer(tmp_path: Path, rows_per_part: int) -> None:
         assert trace.table(name).to_pylist() == rows
         assert trace.table(name).schema.equals(SCHEMAS[name])
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_flat_lists_equal_lists_of_arrays_and_are_copied(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    counts = rng.integers(0, 7, 40)
+    for number, sizes in enumerate((counts, np.full(40, 6))):
+        padded = rng.random((40, 6), dtype=np.float32)
+        expected = [row[:size].tolist() for row, size in zip(padded, sizes, strict=True)]
+        keys = {name: np.arange(40) for name in ("step", "sequence", "layer", "kv_head")}
+        with TraceWriter(tmp_path / str(number), meta()) as writer:
+            writer.add("scores", {**keys, "window_scores": FlatLists.from_padded(padded, sizes)})
+            padded[:] = -1
+        assert Trace.open(tmp_path / str(number)).table("scores")["window_scores"].to_pylist() == expected
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 5], [1, 2, 4], [0, 3, 2, 4]])
+def test_flat_lists_with_wrong_offsets_are_refused(tmp_path: Path, offsets: list[int]) -> None:
+    n_rows = len(offsets) - 1
+    columns: dict = {name: np.zeros(n_rows, dtype=np.int64) for name in ("step", "sequence", "layer", "kv_head")}
+    with pytest.raises(TraceError, match=r"window_scores.*offsets must ascend from 0 to the 4 values"):
+        TraceWriter(tmp_path, meta()).add(
+            "scores", columns | {"window_scores": FlatLists(np.zeros(4), np.array(offsets))}
+        )
+    lists = FlatLists(np.zeros(4), np.array([0, 2, 4]))
+    columns = {name: np.zeros(2, dtype=np.int64) for name in columns} | {"window_scores": lists}
+    with pytest.raises(TraceError, match=r"'sequence'.*not lists"):
+        TraceWriter(tmp_path / "other", meta()).add("scores", columns | {"sequence": lists})
+
+
+def test_an_abandoned_trace_keeps_its_rows_and_stays_incomplete(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, meta())
+    writer.add("betas", {**{n: [1] for n in ("sequence", "layer", "kv_head", "window")}, "beta_mean": [0.5]})
+    writer.abandon()
+    assert pq.read_table(tmp_path / "betas").num_rows == 1
+    assert not TraceMeta.load(tmp_path).complete
+    with pytest.raises(TraceError, match="is closed"):
+        writer.add("betas", {})
+    writer.abandon()
+
+
+@pytest.mark.parametrize("status", ["measured", "injected", "injected: 2 misses a head"])
+def test_a_status_may_carry_a_label(tmp_path: Path, status: str) -> None:
+    data = meta().to_dict() | {"status": status}
+    read = TraceMeta.from_dict(data)
+    assert (read.status, read.injected) == (status, status.startswith("injected"))
+    for wrong in ("2 misses", "injectedly", "Injected: x", None):
+        with pytest.raises(TraceError, match=r"status=.*alone or before"):
+            TraceMeta.from_dict(data | {"status": wrong})
 
 
 def test_selection_rows_match_the_table(tmp_path: Path) -> None:
@@ -288,7 +336,7 @@ def test_giant_list_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
 def test_reading_traces_loads_no_torch() -> None:
     code = (
         "import sys, nosa_sys.traces.check, nosa_sys.traces.replay, nosa_sys.traces.statistics, "
-        "nosa_sys.traces.writer, nosa_sys.traces.recover, nosa_sys.traces.perfetto; "
+        "nosa_sys.traces.writer, nosa_sys.traces.recover, nosa_sys.traces.timeline; "
         "print([m for m in ('torch', 'simpy', 'plotly') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
