@@ -14,7 +14,7 @@ from joblib import Parallel, delayed
 
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.hardware import load_hardware
-from nosa_sys.simulator.schedules import get_schedule
+from nosa_sys.simulator.schedules import SCHEDULES, get_schedule
 from nosa_sys.simulator.simulate import price
 from nosa_sys.simulator.workload import Workload
 from nosa_sys.sparse_config import SparseConfig
@@ -22,6 +22,7 @@ from nosa_sys.traces.miss_table import LayerStepMisses
 
 _AT_ONCE = 32  # configurations priced by one call
 _N_STEPS = 256
+_SPARE_SLOTS = 8  # for schedules that guess
 
 
 def random_workload(rng: np.random.Generator, shape: ModelShape, sparse: SparseConfig) -> Workload:
@@ -30,41 +31,51 @@ def random_workload(rng: np.random.Generator, shape: ModelShape, sparse: SparseC
     cells = (_N_STEPS, shape.n_layers)
     heads = batch * shape.n_kv_heads
     births = rng.binomial(batch, 1 / sparse.block_size, size=_N_STEPS) * shape.n_kv_heads
-    loads = LayerStepMisses(
-        steps=np.arange(_N_STEPS, dtype=np.int32),
-        n_sequences=np.full(_N_STEPS, batch, dtype=np.int32),
-        misses=rng.binomial(heads * 15, rng.uniform(0.02, 0.4), size=cells),
-        filled_blocks=np.repeat(births[:, None], shape.n_layers, axis=1),
-        attended_blocks=np.full(cells, heads * sparse.topk),
-        context_tokens=batch * (16384 + np.arange(_N_STEPS)),
-        cold=np.arange(_N_STEPS) == 0,
-    )
+    misses = rng.binomial(heads * 15, rng.uniform(0.02, 0.4), size=cells)
+
+    def loads(share: float) -> LayerStepMisses:
+        rows = max(1, round(batch * share))
+        return LayerStepMisses(
+            steps=np.arange(_N_STEPS, dtype=np.int32),
+            n_sequences=np.full(_N_STEPS, rows, dtype=np.int32),
+            misses=(misses * share).astype(np.int64),
+            filled_blocks=np.repeat((births * share).astype(np.int64)[:, None], shape.n_layers, axis=1),
+            attended_blocks=np.full(cells, rows * shape.n_kv_heads * sparse.topk),
+            context_tokens=rows * (16384 + np.arange(_N_STEPS)),
+            cold=np.arange(_N_STEPS) == 0,
+        )
+
     block_bytes = shape.kv_block_bytes(sparse.block_size)
     return Workload(
-        loads, shape, sparse, "nosa", sparse.topk, "exact", block_bytes, block_bytes, batch, 16384 + _N_STEPS, False
-    )
+        loads(1.0), shape, sparse, "nosa", sparse.topk + _SPARE_SLOTS, "lru", block_bytes, block_bytes, batch,
+        16384 + _N_STEPS, False, loads(0.5),
+    )  # fmt: skip
 
 
-def run_share(seed: int, n_configurations: int) -> float:
+def run_share(seed: int, n_configurations: int, schedule: str, profile: str) -> float:
     """Price some configurations; returns the sum of their mean step times, the same in every run."""
     rng = np.random.default_rng(seed)
-    shape, sparse, serial = ModelShape.preset("nosa-8b"), SparseConfig(), get_schedule("serial")
-    hardware = load_hardware("h200-provisional")
+    shape, sparse, plan = ModelShape.preset("nosa-8b"), SparseConfig(), get_schedule(schedule)
+    hardware = load_hardware(profile)
     situations = [
         (random_workload(rng, shape, sparse), hardware.with_h2d_gbps(float(rng.uniform(10.0, 100.0))))
         for _ in range(n_configurations)
     ]
-    return float(sum(p.step_time_us for p in price(situations, serial)))
+    return float(sum(p.step_time_us for p in price(situations, plan)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--configurations", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="serial")
+    parser.add_argument("--hardware", default="h200")
     given = parser.parse_args()
     begin = time.perf_counter()
     shares = [min(_AT_ONCE, given.configurations - i) for i in range(0, given.configurations, _AT_ONCE)]
-    sums = Parallel(n_jobs=given.workers)(delayed(run_share)(seed, n) for seed, n in enumerate(shares))
+    sums = Parallel(n_jobs=given.workers)(
+        delayed(run_share)(seed, n, given.schedule, given.hardware) for seed, n in enumerate(shares)
+    )
     seconds = time.perf_counter() - begin
     print(
         json.dumps(
@@ -73,6 +84,8 @@ def main() -> None:
                 "layers": 32,
                 "steps": _N_STEPS,
                 "workers": given.workers,
+                "schedule": given.schedule,
+                "hardware": given.hardware,
                 "seconds": round(seconds, 2),
                 "step_time_us_mean": sum(sums) / given.configurations,
             }

@@ -14,11 +14,12 @@ from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.hardware import HardwareProfile
 from nosa_sys.simulator.invariants import require
-from nosa_sys.simulator.step_times import Floats, StepCosts
+from nosa_sys.simulator.step_times import AttentionSplit, Floats, Ints, Speculation, StepCosts
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import LayerStepMisses
 
 KEY_MEAN_BYTES = 4  # compressed keys are fp32 means
+PARTIAL_BYTES = 4  # partial attention outputs and their log-sum-exps are fp32
 LAYER_PRODUCTS = 4  # qkv, output projection, gate and up, down: the matrix products of a layer
 _BYTES_PER_US = 1e3  # of one GB/s
 
@@ -59,7 +60,8 @@ class CostModel:
             hardware.topk_fixed_us + hardware.topk_us_per_element * blocks * heads + hardware.topk_us_per_block * row
         )
         plan = hardware.select_fixed_us + hardware.select_us_per_row * n_sequences * heads
-        return plan + key_bytes / (hardware.key_gbps * _BYTES_PER_US) + passes * top_k
+        total = plan + key_bytes / (hardware.key_gbps * _BYTES_PER_US) + passes * top_k
+        return np.where(n_sequences > 0, total, 0.0)
 
     def attention_us(self, attended_blocks: np.ndarray) -> Floats:
         """Attention of one layer over its blocks, all heads and sequences in one launch; as the shape given."""
@@ -78,10 +80,50 @@ class CostModel:
         read = parameters * self.shape.dtype_bytes / (speed * _BYTES_PER_US)
         multiply = 2.0 * parameters * n_sequences / (hardware.gemm_tflops * 1e6)
         exposed = (1.0 - hardware.gemm_overlap) * np.minimum(read, multiply)
-        return n_products * hardware.gemm_fixed_us + np.maximum(read, multiply) + exposed
+        total = n_products * hardware.gemm_fixed_us + np.maximum(read, multiply) + exposed
+        return np.where(n_sequences > 0, total, 0.0)
+
+    def merge_us(self, n_sequences: np.ndarray) -> Floats:
+        """Two partial attention outputs with their log-sum-exps read, one output written, [step].
+
+        The bytes at the speed of attention's; the launch's fixed part is not priced.
+        """
+        partial = (self.shape.head_dim + 1) * PARTIAL_BYTES
+        row = self.shape.n_q_heads * (2 * partial + self.shape.head_dim * self.shape.dtype_bytes)
+        return n_sequences * float(row) / (self.hardware.hbm_gbps * _BYTES_PER_US)
+
+    def attention_split(self, loads: LayerStepMisses) -> AttentionSplit:
+        """Attention over hits, and over misses with the merge; a layer without a miss has no second launch."""
+        misses = np.minimum(loads.misses, loads.attended_blocks)
+        merge = np.where(misses > 0, self.merge_us(loads.n_sequences)[:, None], 0.0)
+        return AttentionSplit(self.attention_us(loads.attended_blocks - misses), self.attention_us(misses) + merge)
+
+    def guessed_blocks(self, loads: LayerStepMisses, per_head: int) -> Ints:
+        """Blocks fetched on a guess, [step, layer]: ``per_head`` for every KV head, as far as there are any left."""
+        heads = self.shape.n_kv_heads
+        there = (loads.context_tokens // self.sparse.block_size * heads)[:, None] - loads.attended_blocks
+        wanted = (per_head * heads * loads.n_sequences.astype(np.int64))[:, None]
+        return np.minimum(wanted, np.maximum(0, there)).astype(np.int64)
+
+    def covered_blocks(self, loads: LayerStepMisses, guessed: Ints, hit_share: float) -> Ints:
+        """Misses that the guesses of the step before make needless, [step, layer]; none in the first or a cold step."""
+        covered = np.zeros_like(guessed)
+        covered[1:] = np.floor(guessed[:-1] * hit_share)
+        covered[loads.cold] = 0
+        return np.minimum(covered, loads.misses)
+
+    def speculation(self, guessed: Ints, covered: Ints) -> Speculation:
+        """What fetching the guessed blocks costs, and the bytes of the misses that they spare."""
+        n_bytes = guessed * self.host_block_bytes
+        return Speculation(
+            fixed_us=np.where(n_bytes > 0, self.hardware.h2d_fixed_us, 0.0),
+            bytes_us=n_bytes / (self.hardware.link_gbps * _BYTES_PER_US),
+            n_bytes=n_bytes,
+            covered_bytes=covered * self.host_block_bytes,
+        )
 
     def step_costs(self, loads: LayerStepMisses) -> StepCosts:
-        """Costs of every step of a workload, arrays [step, layer]."""
+        """Costs of every step of a workload, arrays [step, layer]; without a sequence a step costs nothing."""
         hardware = self.hardware
         shape = loads.misses.shape
         require(shape[1] == self.shape.n_layers, f"{shape[1]} layers of misses for a model of {self.shape.n_layers}")
@@ -93,7 +135,7 @@ class CostModel:
             return np.broadcast_to(column[:, None], shape)
 
         return StepCosts(
-            host_us=per_layer(hardware.host_per_layer_us),
+            host_us=per_layer(np.where(loads.n_sequences > 0, hardware.host_per_layer_us, 0.0)),
             select_us=per_layer(self.select_us(loads.context_tokens.astype(np.float64), loads.n_sequences)),
             h2d_fixed_us=np.where(h2d_bytes > 0, hardware.h2d_fixed_us, 0.0),
             h2d_us=h2d_bytes / (hardware.link_gbps * _BYTES_PER_US),

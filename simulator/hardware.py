@@ -34,7 +34,9 @@ _MAY_BE_NULL = (
     "gpu_memory_bytes",
     "host_memory_bytes",
 )
-_POSITIVE = (*_MAY_BE_NULL, "duplex_factor", "beside_compute_factor")
+_POSITIVE = (*_MAY_BE_NULL, "duplex_factor", "beside_compute_factor", "compute_beside_copy_factor")
+# Bundles that were made before something was measured may leave it out.
+_DEFAULTS = {"compute_beside_copy_factor": (1.0, "not in the bundle: compute is taken not to be slowed by fetches")}
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class HardwareProfile:
     d2h_gbps: float
     duplex_factor: float
     beside_compute_factor: float
+    compute_beside_copy_factor: float
     attention_fixed_us: float
     hbm_gbps: float
     key_gbps: float
@@ -75,7 +78,7 @@ class HardwareProfile:
 
     @property
     def sharing(self) -> LinkSharing:
-        return LinkSharing(self.duplex_factor, self.beside_compute_factor)
+        return LinkSharing(self.duplex_factor, self.beside_compute_factor, self.compute_beside_copy_factor)
 
     @property
     def link_gbps(self) -> float:
@@ -159,6 +162,8 @@ def _parse(meta: dict[str, Any], models: dict[str, Any], directory: Path) -> Har
     where = directory / "models.json"
     not_numbers = ("name", "device", "status", "sources")
     numbers = tuple(f.name for f in dataclasses.fields(HardwareProfile) if f.name not in not_numbers)
+    for key, (value, source) in _DEFAULTS.items():
+        models.setdefault(key, {"value": value, "source": source})
     _need_keys(models, numbers, where)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""The SimPy model of one decode step: a GPU compute stream and the two directions of the link.
+"""The SimPy model of one decode step: a GPU stream and the two directions of the link.
 
-All timed work goes through one `Clock`: it knows what is running, sets each rate by `simulator.rates.copy_rate`, and
-sleeps until the first of them ends. Work starts only at such an end, so no timer is ever cancelled or left over.
+All timed work goes through one `Clock`: it knows what is running, sets each rate by `simulator.rates.shared_rates`,
+and sleeps until the first of them ends. Work starts only at such an end, so no timer is ever cancelled or left over.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 import simpy
 
 from nosa_sys.simulator.invariants import require
-from nosa_sys.simulator.rates import LinkSharing, copy_rate
-from nosa_sys.simulator.step_times import StepCosts, StepTimes
+from nosa_sys.simulator.program import D2H, H2D, HOST, PARTS, Piece, Program, Transfer
+from nosa_sys.simulator.rates import LinkSharing, shared_rates
+from nosa_sys.simulator.step_times import StepTimes
 
 # SimPy runs events of one instant by priority: the clock looks again only when every other event of it has run.
 _AFTER_ALL = 2
-IDLE, COMPUTE, H2D, D2H = "idle", "compute", "h2d", "d2h"
+IDLE, COMPUTE = "idle", "compute"
 
 Process = Generator[simpy.Event, Any, None]
 
@@ -69,8 +70,9 @@ class Clock:
 
     def _rates(self) -> list[float]:
         kinds = {work.kind for work in self._running}
-        rate = float(copy_rate(COMPUTE in kinds, H2D in kinds, D2H in kinds, self._sharing))
-        return [rate if work.kind in (H2D, D2H) else 1.0 for work in self._running]
+        copy, compute = shared_rates(COMPUTE in kinds, H2D in kinds, D2H in kinds, self._sharing)
+        rates = {IDLE: 1.0, COMPUTE: float(compute), H2D: float(copy), D2H: float(copy)}
+        return [rates[work.kind] for work in self._running]
 
     def _run(self) -> Process:
         while True:
@@ -94,9 +96,8 @@ class Clock:
 
 
 @dataclass
-class Transfer:
-    """A transfer posted to one direction of the link."""
-
+class _Posted:
+    name: str
     layer: int
     fixed_us: float
     bytes_us: float
@@ -114,22 +115,22 @@ class LinkDirection:
         self.end_us = 0.0
         clock.env.process(self._run())
 
-    def post(self, layer: int, fixed_us: float, bytes_us: float, n_bytes: int) -> simpy.Event:
+    def post(self, layer: int, fixed_us: float, bytes_us: float, n_bytes: int, name: str = "copy") -> simpy.Event:
         """Queue a transfer; the event fires when its last byte has arrived."""
-        transfer = Transfer(layer, fixed_us, bytes_us, n_bytes, self._clock.env.event())
-        self._queue.put(transfer)
-        return transfer.done
+        posted = _Posted(name, layer, fixed_us, bytes_us, n_bytes, self._clock.env.event())
+        self._queue.put(posted)
+        return posted.done
 
     def _run(self) -> Process:
         while True:
-            transfer: Transfer = yield self._queue.get()
+            posted: _Posted = yield self._queue.get()
             start = self._clock.env.now
-            yield self._clock.work(IDLE, transfer.fixed_us)
-            yield self._clock.work(self._kind, transfer.bytes_us)
+            yield self._clock.work(IDLE, posted.fixed_us)
+            yield self._clock.work(self._kind, posted.bytes_us)
             self.end_us = self._clock.env.now
             self.busy_us += self.end_us - start
-            self._spans.append(Span(self._kind, "copy", transfer.layer, start, self.end_us, transfer.n_bytes))
-            transfer.done.succeed()
+            self._spans.append(Span(self._kind, posted.name, posted.layer, start, self.end_us, posted.n_bytes))
+            posted.done.succeed()
 
 
 @dataclass
@@ -144,14 +145,32 @@ class Machine:
         self.clock = Clock(self.env, self.sharing)
         self.h2d = LinkDirection(self.clock, H2D, self.spans)
         self.d2h = LinkDirection(self.clock, D2H, self.spans)
+        self.part_us = dict.fromkeys(PARTS, 0.0)
+        self.waited_us = 0.0
         self.gpu_end_us = 0.0
 
-    def gpu(self, kind: str, name: str, layer: int, duration_us: float) -> Process:
+    def gpu(self, part: str, name: str, layer: int, duration_us: float) -> Process:
         """A piece of the GPU stream: compute, or idle time that the host needs."""
         start = self.env.now
-        yield self.clock.work(kind, duration_us)
-        track = "gpu" if kind == COMPUTE else "host"
-        self.spans.append(Span(track, name, layer, start, self.env.now))
+        yield self.clock.work(IDLE if part == HOST else COMPUTE, duration_us)
+        self.part_us[part] += self.env.now - start
+        self.spans.append(Span("host" if part == HOST else "gpu", name, layer, start, self.env.now))
+
+    def stream(self, program: Program, row: int) -> Process:
+        """The GPU stream of one instance of a program."""
+        arrivals: dict[Transfer, simpy.Event] = {}
+        for op in program.operations:
+            if isinstance(op, Piece):
+                if op.after in arrivals:
+                    begin = self.env.now
+                    yield arrivals[op.after]
+                    self.waited_us += self.env.now - begin
+                yield from self.gpu(op.part, op.name, op.layer, op.us[row])
+            elif op.posted[row]:
+                direction = self.h2d if op.direction == H2D else self.d2h
+                arrivals[op] = direction.post(
+                    op.layer, op.fixed_us[row], op.bytes_us[row], int(op.n_bytes[row]), op.name
+                )
 
     def run(self, stream: Process) -> None:
         """Run the GPU stream and every transfer that it posts to the end."""
@@ -165,55 +184,28 @@ class Machine:
         require(self.env.peek() == float("inf"), "events are left after the end of the step")
 
 
-def serial_stream(machine: Machine, costs: StepCosts, row: int) -> Process:
-    """The GPU stream of one serial step: every kernel waits for the one before, attention for its misses."""
-    yield from machine.gpu(IDLE, "host", -1, costs.step_host_us[row])
-    for layer in range(costs.n_layers):
-        yield from machine.gpu(IDLE, "host", layer, costs.host_us[row, layer])
-        yield from machine.gpu(COMPUTE, "select", layer, costs.select_us[row, layer])
-        if costs.d2h_fixed_us[row, layer] + costs.d2h_us[row, layer] > 0:
-            machine.d2h.post(
-                layer, costs.d2h_fixed_us[row, layer], costs.d2h_us[row, layer], int(costs.d2h_bytes[row, layer])
-            )
-        if costs.h2d_fixed_us[row, layer] + costs.h2d_us[row, layer] > 0:
-            yield machine.h2d.post(
-                layer, costs.h2d_fixed_us[row, layer], costs.h2d_us[row, layer], int(costs.h2d_bytes[row, layer])
-            )
-        yield from machine.gpu(COMPUTE, "attention", layer, costs.attention_us[row, layer])
-        yield from machine.gpu(COMPUTE, "gemm", layer, costs.gemm_us[row, layer])
-    yield from machine.gpu(COMPUTE, "output head", -1, costs.tail_us[row])
-
-
-def run_serial(costs: StepCosts) -> tuple[StepTimes, list[list[Span]]]:
+def run_program(program: Program) -> tuple[StepTimes, list[list[Span]]]:
     """Every instance through SimPy, one environment each. Returns times [n] and the spans of each."""
     machines = []
-    for row in range(len(costs)):
-        sharing = costs.rows(slice(row, row + 1)).sharing
-        machine = Machine(LinkSharing(float(sharing.duplex_factor[0]), float(sharing.beside_compute_factor[0])))  # type: ignore[index]
-        machine.run(serial_stream(machine, costs, row))
+    factors = [
+        np.broadcast_to(np.asarray(factor, dtype=np.float64), program.n)
+        for factor in (
+            program.sharing.duplex_factor,
+            program.sharing.beside_compute_factor,
+            program.sharing.compute_beside_copy_factor,
+        )
+    ]
+    for row in range(program.n):
+        machine = Machine(LinkSharing(*(float(factor[row]) for factor in factors)))
+        machine.run(machine.stream(program, row))
         machines.append(machine)
-    gpu_end = np.array([m.gpu_end_us for m in machines])
-    h2d_busy = np.array([m.h2d.busy_us for m in machines])
-    d2h_end = np.array([m.d2h.end_us for m in machines])
-    d2h_busy = np.array([m.d2h.busy_us for m in machines])
-    d2h_exposed = np.maximum(0.0, d2h_end - gpu_end)
-    gpu_spans = [_summed(m.spans) for m in machines]
-    times = StepTimes(
-        step_us=np.maximum(gpu_end, d2h_end),
-        host_us=np.array([s["host"] for s in gpu_spans]),
-        select_us=np.array([s["select"] for s in gpu_spans]),
-        h2d_exposed_us=h2d_busy,
-        h2d_hidden_us=np.zeros(len(costs)),
-        attention_us=np.array([s["attention"] for s in gpu_spans]),
-        gemm_us=np.array([s["gemm"] + s["output head"] for s in gpu_spans]),
-        d2h_exposed_us=d2h_exposed,
-        d2h_hidden_us=np.maximum(0.0, d2h_busy - d2h_exposed),
+    times = StepTimes.of_run(
+        {part: np.array([m.part_us[part] for m in machines]) for part in PARTS},
+        waited_us=np.array([m.waited_us for m in machines]),
+        gpu_end_us=np.array([m.gpu_end_us for m in machines]),
+        h2d_end_us=np.array([m.h2d.end_us for m in machines]),
+        h2d_busy_us=np.array([m.h2d.busy_us for m in machines]),
+        d2h_end_us=np.array([m.d2h.end_us for m in machines]),
+        d2h_busy_us=np.array([m.d2h.busy_us for m in machines]),
     )
-    return times.check(costs), [m.spans for m in machines]
-
-
-def _summed(spans: list[Span]) -> dict[str, float]:
-    totals = {"host": 0.0, "select": 0.0, "attention": 0.0, "gemm": 0.0, "output head": 0.0, "copy": 0.0}
-    for span in spans:
-        totals[span.name] += span.end_us - span.start_us
-    return totals
+    return times.check(program.alone_us(H2D), program.alone_us(D2H)), [m.spans for m in machines]

@@ -10,6 +10,7 @@ import numpy as np
 
 from nosa_sys.simulator.hardware import HardwareProfile
 from nosa_sys.simulator.invariants import require
+from nosa_sys.simulator.schedules import Schedule
 from nosa_sys.simulator.step_times import StepCosts, StepTimes
 from nosa_sys.simulator.workload import Workload
 
@@ -31,8 +32,10 @@ class Prediction:
 
     step_time_us = select + h2d_exposed + attention + gemm + host_overhead + d2h_exposed; hidden transfer time runs
     beside these. ``tokens_per_s`` is the aggregate over the batch; both rates are None for a step that takes no time.
-    ``h2d_bytes_total`` counts every step, ``h2d_bytes_total_warm`` leaves the cold ones out. ``link_utilisation`` is
-    h2d bytes / (h2d bandwidth x step time). ``limited_by`` is the largest part of the step time.
+    ``h2d_bytes_total`` counts every step, ``h2d_bytes_total_warm`` leaves the cold ones out; both count misses alone.
+    ``prefetch_bytes_total`` are blocks fetched on a guess, ``wasted_prefetch_bytes_total`` those that spared no miss.
+    ``link_utilisation`` is h2d bytes, guessed ones included, / (h2d bandwidth x step time). ``limited_by`` is the
+    largest part of the step time.
     """
 
     step_time_us: float
@@ -54,6 +57,8 @@ class Prediction:
     h2d_bytes_total: int
     h2d_bytes_total_warm: int
     d2h_bytes_total: int
+    prefetch_bytes_total: int
+    wasted_prefetch_bytes_total: int
     link_utilisation: float
     limited_by: str
     status: str
@@ -73,7 +78,12 @@ class Prediction:
 
 
 def predict(
-    workload: Workload, hardware: HardwareProfile, costs: StepCosts, times: StepTimes, rules: list[str]
+    workload: Workload,
+    hardware: HardwareProfile,
+    schedule: Schedule,
+    costs: StepCosts,
+    times: StepTimes,
+    rules: list[str],
 ) -> Prediction:
     """Sum the steps of a workload up."""
     loads = workload.loads
@@ -85,12 +95,17 @@ def predict(
     step_us = times.step_us[averaged]
     total_us = float(step_us.sum())
     h2d_step, d2h_step = costs.h2d_bytes.sum(axis=1), costs.d2h_bytes.sum(axis=1)
+    guess = costs.speculation
+    guessed_step = np.zeros(len(costs), dtype=np.int64) if guess is None else guess.n_bytes.sum(axis=1)
+    covered = 0 if guess is None else int(guess.covered_bytes.sum())
     require(
-        int(h2d_step.sum()) == int(loads.misses.sum()) * workload.host_block_bytes,
-        "bytes moved differ from misses x block bytes",
+        int(h2d_step.sum()) + covered == int(loads.misses.sum()) * workload.host_block_bytes,
+        "bytes moved, or spared by a guess, differ from misses x block bytes",
     )
     n_sequences = loads.n_sequences[averaged].astype(np.int64)
-    moved = float(h2d_step[averaged].sum())
+    missed, moved = float(h2d_step[averaged].sum()), float((h2d_step + guessed_step)[averaged].sum())
+    own = workload.own_situation and not schedule.assumed
+    own = own and workload.recorded_schedule in (None, schedule.name)
     means = {
         "select_us": times.select_us,
         "h2d_exposed_us": times.h2d_exposed_us,
@@ -112,15 +127,17 @@ def predict(
         step_time_p90_us=float(p90),
         tokens_per_s=float(n_sequences.sum()) / total_us * 1e6 if total_us > 0 else None,
         tokens_per_s_per_sequence=len(step_us) / total_us * 1e6 if total_us > 0 else None,
-        misses_per_head_step=float(loads.misses[averaged].sum()) / head_steps,
+        misses_per_head_step=missed / workload.host_block_bytes / head_steps,
         h2d_bytes_per_step=float(h2d_step[averaged].mean()),
         d2h_bytes_per_step=float(d2h_step[averaged].mean()),
         h2d_bytes_total=int(h2d_step.sum()),
         h2d_bytes_total_warm=int(h2d_step[~cold].sum()),
         d2h_bytes_total=int(d2h_step.sum()),
+        prefetch_bytes_total=int(guessed_step.sum()),
+        wasted_prefetch_bytes_total=int(guessed_step.sum()) - covered,
         link_utilisation=moved / (hardware.link_gbps * 1e3 * total_us) if total_us > 0 else 0.0,
         limited_by=largest if parts[_PARTS[largest]] > 0 else "nothing",
-        status="validated" if workload.own_situation and hardware.status == "validated" else "projected",
+        status="validated" if own and hardware.status == "validated" else "projected",
         n_steps=len(loads),
         n_cold_steps=int(cold.sum()),
         averaged_steps="cold" if cold.all() else "warm",
@@ -128,7 +145,8 @@ def predict(
         cold_h2d_bytes=int(h2d_step[cold].sum()),
         memory=memory.to_dict(),
         limits=memory.limits(hardware),
-        settings=workload.settings() | {"hardware": hardware.name, "h2d_gbps": hardware.link_gbps},
+        settings=workload.settings()
+        | {"schedule": schedule.name, "hardware": hardware.name, "h2d_gbps": hardware.link_gbps},
         rules=rules,
         **parts,
     )

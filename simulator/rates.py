@@ -1,6 +1,6 @@
-"""The one rule for work that runs side by side: how fast a copy goes beside compute and the other direction.
+"""The one rule for work that runs side by side: how fast copies and compute go beside one another.
 
-The SimPy pipeline and the numpy recurrence both call `copy_rate`; nothing else in the simulator shares a rate.
+The SimPy pipeline and the numpy recurrence both call `shared_rates`; nothing else in the simulator shares a rate.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from nosa_sys.errors import HardwareError
 
 @dataclass(frozen=True)
 class LinkSharing:
-    """Shares of its speed alone that a copy keeps, each a scalar or an array over step instances.
+    """Shares of its speed alone that work keeps beside other work, each a scalar or an array over step instances.
 
-    ``duplex_factor``: while both directions of the link move bytes. ``beside_compute_factor``: while a compute
-    kernel runs. 0.5 <= duplex_factor <= beside_compute_factor <= 1: below 0.5 taking turns would beat running
-    together, and above the other bound a faster link could end a step later.
+    ``duplex_factor``: a copy while both directions of the link move bytes. ``beside_compute_factor``: a copy while a
+    compute kernel runs. ``compute_beside_copy_factor``: a compute kernel while a fetch moves bytes; write-backs slow
+    no compute. 0.5 <= duplex_factor <= beside_compute_factor <= 1: below 0.5 taking turns would beat running
+    together, and above the other bound a faster link could end a step later. 0.5 <= compute_beside_copy_factor <= 1
+    for the first of these reasons.
     """
 
     duplex_factor: NDArray[np.float64] | float = 1.0
     beside_compute_factor: NDArray[np.float64] | float = 1.0
+    compute_beside_copy_factor: NDArray[np.float64] | float = 1.0
 
     def __post_init__(self) -> None:
         duplex, beside = np.asarray(self.duplex_factor), np.asarray(self.beside_compute_factor)
@@ -32,23 +35,33 @@ class LinkSharing:
                 f"duplex_factor={self.duplex_factor} and beside_compute_factor={self.beside_compute_factor} must "
                 "satisfy 0.5 <= duplex_factor <= beside_compute_factor <= 1; correct the hardware profile"
             )
+        compute = np.asarray(self.compute_beside_copy_factor)
+        if not bool(np.all((compute >= 0.5) & (compute <= 1.0))):
+            raise HardwareError(
+                f"compute_beside_copy_factor={self.compute_beside_copy_factor} must be in [0.5, 1]; "
+                "correct the hardware profile"
+            )
 
     @property
     def shares_nothing(self) -> NDArray[np.bool_]:
-        """True where every copy keeps its full speed whatever runs beside it."""
-        return (np.asarray(self.duplex_factor) == 1.0) & (np.asarray(self.beside_compute_factor) == 1.0)
+        """True where everything keeps its full speed whatever runs beside it."""
+        slowest = np.minimum(
+            self.duplex_factor, np.minimum(self.beside_compute_factor, self.compute_beside_copy_factor)
+        )
+        return slowest == 1.0
 
 
-def copy_rate(
+def shared_rates(
     compute: NDArray[np.bool_] | bool,
     h2d: NDArray[np.bool_] | bool,
     d2h: NDArray[np.bool_] | bool,
     sharing: LinkSharing,
-) -> NDArray[np.float64]:
-    """Speed of every copy now moving bytes, as a share of its speed alone.
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(speed of every copy now moving bytes, speed of compute), each as a share of its speed alone.
 
     The three flags say which of compute, host-to-device and device-to-host is moving at this moment; both
     directions get the same share. Flags and factors broadcast.
     """
     duplex = np.where(np.logical_and(h2d, d2h), sharing.duplex_factor, 1.0)
-    return duplex * np.where(compute, sharing.beside_compute_factor, 1.0)
+    copy = duplex * np.where(compute, sharing.beside_compute_factor, 1.0)
+    return copy, np.where(h2d, sharing.compute_beside_copy_factor, 1.0)

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import (
@@ -22,6 +22,7 @@ from pydantic import (
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.simulator.locality_model import LocalityModel
+from nosa_sys.simulator.schedules import Schedule, get_schedule
 from nosa_sys.slot_count import slots_of
 
 MAX_RECIPE_BYTES = 2**20
@@ -142,7 +143,9 @@ class Recipe(StrictModel):
     base: BaseRecipe
     hardware: StrictStr | None = None
     h2d_gbps: Gbps | None = None
-    schedule: Literal["serial"] = "serial"
+    schedule: StrictStr = "serial"
+    prefetch_blocks: Count | None = None
+    prefetch_hit_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)] | None = None
     steps: Count | None = None
     seed: CountOrZero = 0
     axes: Axes
@@ -153,9 +156,19 @@ class Recipe(StrictModel):
             raise ValueError("give hardware either once for the sweep or as an axis")
         if self.h2d_gbps is not None and self.axes.h2d_gbps is not None:
             raise ValueError("give h2d_gbps either once for the sweep or as an axis, not both")
+        try:
+            self.resolved_schedule()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         if self.n_configurations > MAX_CONFIGURATIONS:
             raise ValueError(f"{self.n_configurations} configurations exceed the limit of {MAX_CONFIGURATIONS}")
         return self
+
+    def resolved_schedule(self) -> Schedule:
+        """The schedule that prices every configuration."""
+        return get_schedule(
+            self.schedule, prefetch_blocks=self.prefetch_blocks, prefetch_hit_share=self.prefetch_hit_share
+        )
 
     @property
     def n_configurations(self) -> int:

@@ -1,125 +1,240 @@
-"""The serial schedule as numpy over many step instances at once: the fast path of sweeps.
+"""A program as numpy over many step instances at once: the fast path of sweeps.
 
-Where no copy shares its rate the times have a closed form (a max-plus recurrence over layers); elsewhere a small
-event loop advances all instances together, each to its own next event. Both follow simulator.pipeline's rules.
+Where nothing shares its rate the times have a closed form (a max-plus recurrence over pieces and transfers);
+elsewhere a small event loop advances all instances together, each to its own next event.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
-from nosa_sys.simulator.rates import LinkSharing, copy_rate
-from nosa_sys.simulator.step_times import Floats, StepCosts, StepTimes
+from nosa_sys.simulator.invariants import require
+from nosa_sys.simulator.program import D2H, H2D, HOST, PARTS, Piece, Program, Transfer
+from nosa_sys.simulator.rates import LinkSharing, shared_rates
+from nosa_sys.simulator.step_times import Floats, Ints, StepTimes
 
-# Instances that the event loop advances together: its working arrays then stay in the processor's cache.
-_CHUNK = 8192
-_SEGMENTS_PER_LAYER = 6
-
-
-def serial_times(costs: StepCosts) -> StepTimes:
-    """Times of every instance under the serial schedule; see docs/simulator.md for the rules."""
-    has_write_back = (costs.d2h_fixed_us + costs.d2h_us).any(axis=1)
-    shared = has_write_back & ~np.broadcast_to(costs.sharing.shares_nothing, len(costs))
-    gpu_end, h2d_busy, d2h_end, d2h_busy = (np.zeros(len(costs)) for _ in range(4))
-    for mask, solve in ((~shared, _closed_form), (shared, _event_loop)):
-        if mask.any():
-            part = costs if mask.all() else costs.rows(mask)
-            gpu_end[mask], h2d_busy[mask], d2h_end[mask], d2h_busy[mask] = solve(part)
-    d2h_exposed = np.maximum(0.0, d2h_end - gpu_end)
-    return StepTimes(
-        step_us=np.maximum(gpu_end, d2h_end),
-        host_us=costs.host_us.sum(axis=1) + costs.step_host_us,
-        select_us=costs.select_us.sum(axis=1),
-        h2d_exposed_us=h2d_busy,
-        h2d_hidden_us=np.zeros(len(costs)),
-        attention_us=costs.attention_us.sum(axis=1),
-        gemm_us=costs.gemm_us.sum(axis=1) + costs.tail_us,
-        d2h_exposed_us=d2h_exposed,
-        d2h_hidden_us=np.maximum(0.0, d2h_busy - d2h_exposed),
-    ).check(costs)
+# Instances that should be run together: the working arrays then stay in the processor's cache.
+CHUNK = 4096
+_WAITING = len(PARTS)  # the part to which time counts while the GPU stream waits for a fetch
+_DONE = len(PARTS) + 1
+_NEVER = 2**30
 
 
-def _closed_form(costs: StepCosts) -> tuple[Floats, Floats, Floats, Floats]:
-    """(gpu_end, h2d_busy, d2h_end, d2h_busy), each [n]: copies run at full speed, write-backs in order of posting."""
-    before_post = costs.host_us + costs.select_us
-    fetch = costs.h2d_fixed_us + costs.h2d_us
-    layer = before_post + fetch + costs.attention_us + costs.gemm_us
-    layer_end = np.cumsum(layer, axis=1) + costs.step_host_us[:, None]
-    gpu_end = layer_end[:, -1] + costs.tail_us
-    write = costs.d2h_fixed_us + costs.d2h_us
-    written = np.cumsum(write, axis=1)
-    # end = max over layers j with a write-back of (posted_j + all write-backs from j on)
-    posted = layer_end - layer + before_post
-    total = written[:, -1]
-    end = np.where(write > 0, posted + (total[:, None] - written + write), 0.0).max(axis=1)
-    return gpu_end, fetch.sum(axis=1), end, total
+def run_program(program: Program) -> StepTimes:
+    """Times of every instance; the rules are those of `simulator.pipeline`."""
+    run = _Run.of(program.n)
+    alone = np.broadcast_to(program.sharing.shares_nothing, program.n)
+    if program.waits_for_every_fetch():
+        alone = alone | (program.alone_us(D2H) == 0.0)
+    if alone.all():
+        _closed_form(program, run)
+    elif alone.any():
+        _closed_form(program, run)
+        run.put(np.flatnonzero(~alone), _event_loop(_Lanes.of(program, ~alone)))
+    else:
+        run = _event_loop(_Lanes.of(program, ~alone))
+    return StepTimes.of_run(
+        dict(zip(PARTS, run.spent_us, strict=False)),
+        waited_us=run.spent_us[_WAITING],
+        gpu_end_us=run.gpu_end_us,
+        h2d_end_us=run.h2d_end_us,
+        h2d_busy_us=run.h2d_busy_us,
+        d2h_end_us=run.d2h_end_us,
+        d2h_busy_us=run.d2h_busy_us,
+    ).check(program.alone_us(H2D), program.alone_us(D2H))
 
 
-def _event_loop(costs: StepCosts) -> tuple[Floats, Floats, Floats, Floats]:
-    """As `_closed_form`, where copies slow one another or are slowed by compute."""
-    chunks = [_advance(costs.rows(slice(i, i + _CHUNK))) for i in range(0, len(costs), _CHUNK)]
-    gpu_end, h2d_busy, d2h_end, d2h_busy = (np.concatenate(column) for column in zip(*chunks, strict=True))
-    return gpu_end, h2d_busy, d2h_end, d2h_busy
+@dataclass
+class _Run:
+    """Outcome of n instances: ``spent_us`` [part and waiting and done, n], the others [n]."""
+
+    spent_us: Floats
+    gpu_end_us: Floats
+    h2d_end_us: Floats
+    h2d_busy_us: Floats
+    d2h_end_us: Floats
+    d2h_busy_us: Floats
+
+    @classmethod
+    def of(cls, n: int) -> _Run:
+        return cls(np.zeros((_DONE + 1, n)), *(np.zeros(n) for _ in range(5)))
+
+    def put(self, rows: Ints, other: _Run) -> None:
+        """Take the outcome of some rows from another run."""
+        for name, values in vars(self).items():
+            values[..., rows] = getattr(other, name)
 
 
-def _advance(costs: StepCosts) -> tuple[Floats, Floats, Floats, Floats]:
-    n, layers = len(costs), costs.n_layers
-    # The GPU stream as a row of segments: step host | host, select, fixed, fetch, attention, gemm per layer | tail.
-    per_layer = (
-        costs.host_us, costs.select_us, costs.h2d_fixed_us, costs.h2d_us, costs.attention_us, costs.gemm_us,
-    )  # fmt: skip
-    work = np.concatenate(
-        [
-            costs.step_host_us[:, None],
-            np.stack(per_layer, axis=2).reshape(n, layers * _SEGMENTS_PER_LAYER),
-            costs.tail_us[:, None],
-            np.zeros((n, 1)),
-        ],
-        axis=1,
-    )
-    n_segments = 2 + layers * _SEGMENTS_PER_LAYER
-    one_layer_computes = np.array([False, True, False, False, True, True])
-    one_layer_fetches = np.array([False, False, False, True, False, False])
-    computes = np.concatenate([[False], np.tile(one_layer_computes, layers), [True, False]])
-    fetches = np.concatenate([[False], np.tile(one_layer_fetches, layers), [False, False]])
-    on_link = np.concatenate(
-        [[False], np.tile(one_layer_fetches | np.roll(one_layer_fetches, -1), layers), [False] * 2]
-    )
-    # The write-back direction as a row of stages: fixed, bytes per layer; a layer's are posted when it has selected.
-    writes = np.stack([costs.d2h_fixed_us, costs.d2h_us], axis=2).reshape(n, 2 * layers)
-    writes = np.concatenate([writes, np.zeros((n, 1))], axis=1)
-    n_stages = 2 * layers
-    posted_at = np.append(1 + _SEGMENTS_PER_LAYER * (np.arange(n_stages) // 2) + 2, n_segments + 1)
+def _closed_form(program: Program, run: _Run) -> None:
+    """All at full speed: a piece starts when the one before and its fetch have ended, transfers run in order."""
+    now, ends = run.gpu_end_us, {H2D: run.h2d_end_us, D2H: run.d2h_end_us}
+    busy = {H2D: run.h2d_busy_us, D2H: run.d2h_busy_us}
+    arrivals: dict[Transfer, Floats] = {}
+    for op in program.operations:
+        if isinstance(op, Piece):
+            if op.after is not None:
+                waited = np.maximum(0.0, np.where(op.after.posted, arrivals[op.after] - now, 0.0))
+                run.spent_us[_WAITING] += waited
+                now += waited
+            run.spent_us[PARTS.index(op.part)] += op.us
+            now += op.us
+        else:
+            end, work = ends[op.direction], op.fixed_us + op.bytes_us
+            end[:] = np.where(op.posted, np.maximum(end, now) + work, end)
+            busy[op.direction] += work
+            arrivals[op] = end.copy()
 
-    rows = np.arange(n)
-    segment, stage = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    gpu_left, write_left = work[:, 0].copy(), writes[:, 0].copy()
-    now, gpu_end, d2h_end, h2d_busy, d2h_busy = (np.zeros(n) for _ in range(5))
-    beside = LinkSharing(
-        np.broadcast_to(costs.sharing.duplex_factor, n), np.broadcast_to(costs.sharing.beside_compute_factor, n)
-    )
+
+@dataclass
+class _Lane:
+    """One of the three rows of pieces that run one after another.
+
+    ``work_us`` [n, length + 1] ends with a zero. ``kind`` [length + 1] says what a piece is, ``opens`` when it may
+    start: the number of pieces (GPU: of fetch stages, [n, length + 1]) that must lie behind. ``jump`` [n, length + 1]
+    leads from a piece to the first from there on that takes time or waits.
+    """
+
+    work_us: Floats
+    kind: NDArray[np.int64]
+    opens: Ints
+    jump: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, work: list[Floats], kind: list[int], opens: list[Ints] | list[int], end_kind: int, n: int) -> _Lane:
+        work_us = np.stack([*work, np.zeros(n)], axis=1)
+        gates = np.stack([*opens, np.full(n, _NEVER)], axis=1) if opens and isinstance(opens[0], np.ndarray) else None
+        counts = work_us > 0
+        if gates is not None:
+            counts = counts | (gates > 0)
+        counts[:, -1] = True
+        own = np.where(counts, np.arange(len(work) + 1, dtype=np.int32), np.int32(len(work)))
+        jump = np.minimum.accumulate(own[:, ::-1], axis=1)[:, ::-1]
+        return cls(
+            work_us,
+            np.array([*kind, end_kind]),
+            np.array([*opens, _NEVER]) if gates is None else gates,
+            np.ascontiguousarray(jump),
+        )
+
+
+@dataclass
+class _Lanes:
+    """A program as three lanes: the GPU stream, and for each direction of the link the stages of its transfers."""
+
+    gpu: _Lane
+    h2d: _Lane
+    d2h: _Lane
+    sharing: LinkSharing
+    n: int
+
+    @classmethod
+    def of(cls, program: Program, rows: NDArray[np.bool_]) -> _Lanes:
+        n = int(rows.sum())
+        work: dict[str, list[Floats]] = {"gpu": [], H2D: [], D2H: []}
+        kind: dict[str, list[int]] = {"gpu": [], H2D: [], D2H: []}
+        waits: list[Ints] = []
+        posted: dict[str, list[int]] = {H2D: [], D2H: []}
+        arrived: dict[Transfer, int] = {}
+        for op in program.operations:
+            if isinstance(op, Piece):
+                work["gpu"].append(op.us[rows])
+                kind["gpu"].append(PARTS.index(op.part))
+                waits.append(
+                    np.zeros(n, dtype=np.int64)
+                    if op.after is None
+                    else np.where(op.after.posted[rows], arrived[op.after], 0)
+                )
+            else:
+                work[op.direction] += [op.fixed_us[rows], op.bytes_us[rows]]
+                kind[op.direction] += [0, 1]
+                posted[op.direction] += [len(waits)] * 2
+                arrived[op] = len(work[op.direction])
+        sharing = LinkSharing(
+            *(
+                np.broadcast_to(np.asarray(factor, dtype=np.float64), program.n)[rows]
+                for factor in vars(program.sharing).values()
+            )
+        )
+        return cls(
+            _Lane.of(work["gpu"], kind["gpu"], waits, _DONE, n),
+            _Lane.of(work[H2D], kind[H2D], posted[H2D], 0, n),
+            _Lane.of(work[D2H], kind[D2H], posted[D2H], 0, n),
+            sharing,
+            n,
+        )
+
+
+class _Cursor:
+    """Where every instance stands on one lane: piece ``at`` [n] with ``left_us`` of work at full speed."""
+
+    def __init__(self, lane: _Lane, n: int) -> None:
+        self._width = lane.work_us.shape[1]
+        self._work, self._jump = lane.work_us.reshape(-1), lane.jump.reshape(-1)
+        self._opens, self._kinds = lane.opens.reshape(-1), lane.kind
+        self._per_row = lane.opens.ndim == 2
+        self._base = np.arange(n) * self._width
+        self.at, self.left_us = np.zeros(n, dtype=np.int64), np.zeros(n)
+        self.opens, self.kind = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.move_to(np.arange(n), self.at)
+
+    def move_to(self, rows: Ints, at: Ints) -> None:
+        """Put some instances at a piece, or the first after it that takes time or waits."""
+        base = self._base[rows]
+        at = self._jump[base + at]
+        flat = base + at
+        self.at[rows] = at
+        self.left_us[rows] = self._work[flat]
+        self.opens[rows] = self._opens[flat if self._per_row else at]
+        self.kind[rows] = self._kinds[at]
+
+    def advance(self, running: NDArray[np.bool_], own_wait: Floats, wait: Floats, done_us: Floats) -> Ints:
+        """Take ``done_us`` of work off; instances whose piece ends now go on. Returns these."""
+        self.left_us -= np.where(running, done_us, 0.0)
+        np.maximum(self.left_us, 0.0, out=self.left_us)
+        rows = np.flatnonzero(own_wait <= wait)
+        self.move_to(rows, self.at[rows] + 1)
+        return rows
+
+    @property
+    def at_end(self) -> bool:
+        return bool(np.all(self.at == self._width - 1))
+
+
+def _event_loop(lanes: _Lanes) -> _Run:
+    """Where copies and compute slow one another."""
+    n, sharing = lanes.n, lanes.sharing
+    run = _Run.of(n)
+    gpu, h2d, d2h = (_Cursor(lane, n) for lane in (lanes.gpu, lanes.h2d, lanes.d2h))
+    host = PARTS.index(HOST)
+    spent, own_row, now = run.spent_us.reshape(-1), np.arange(n), np.zeros(n)
     while True:
-        gpu_on = segment < n_segments
-        d2h_on = (stage < n_stages) & (segment >= posted_at[stage])
-        if not (gpu_on | d2h_on).any():
-            return gpu_end, h2d_busy, d2h_end, d2h_busy
-        h2d_moves, d2h_moves = fetches[segment], d2h_on & (stage % 2 == 1)
-        rate = copy_rate(computes[segment], h2d_moves, d2h_moves, beside)
-        gpu_rate, write_rate = np.where(h2d_moves, rate, 1.0), np.where(d2h_moves, rate, 1.0)
-        gpu_wait = np.where(gpu_on, gpu_left / gpu_rate, np.inf)
-        write_wait = np.where(d2h_on, write_left / write_rate, np.inf)
-        wait = np.minimum(gpu_wait, write_wait)
+        gpu_on, h2d_on, d2h_on = h2d.at >= gpu.opens, gpu.at >= h2d.opens, gpu.at >= d2h.opens
+        if not (gpu_on | h2d_on | d2h_on).any():
+            require(gpu.at_end and h2d.at_end and d2h.at_end, "a step stands still before its end")
+            return run
+        computes = gpu_on & (gpu.kind != host)
+        fetches, writes = h2d_on & (h2d.kind == 1), d2h_on & (d2h.kind == 1)
+        copy, compute = shared_rates(computes, fetches, writes, sharing)
+        gpu_rate, h2d_rate, d2h_rate = (
+            np.where(on, rate, 1.0) for on, rate in ((computes, compute), (fetches, copy), (writes, copy))
+        )
+        gpu_wait = np.where(gpu_on, gpu.left_us / gpu_rate, np.inf)
+        h2d_wait = np.where(h2d_on, h2d.left_us / h2d_rate, np.inf)
+        d2h_wait = np.where(d2h_on, d2h.left_us / d2h_rate, np.inf)
+        wait = np.minimum(np.minimum(gpu_wait, h2d_wait), d2h_wait)
         wait = np.where(np.isfinite(wait), wait, 0.0)
         now += wait
-        h2d_busy += np.where(on_link[segment], wait, 0.0)
-        d2h_busy += np.where(d2h_on, wait, 0.0)
-        gpu_done, write_done = gpu_on & (gpu_wait <= wait), d2h_on & (write_wait <= wait)
-        gpu_left -= np.where(gpu_on, wait * gpu_rate, 0.0)
-        write_left -= np.where(d2h_on, wait * write_rate, 0.0)
-        segment += gpu_done
-        stage += write_done
-        gpu_left = np.where(gpu_done, work[rows, segment], np.maximum(gpu_left, 0.0))
-        write_left = np.where(write_done, writes[rows, stage], np.maximum(write_left, 0.0))
-        gpu_end = np.where(gpu_done & (segment == n_segments), now, gpu_end)
-        # A layer without write-back passes through its stages in no time and must not count as an end.
-        d2h_end = np.where(write_done & (write_wait > 0), now, d2h_end)
+        part = np.where(gpu_on | (gpu.kind == _DONE), gpu.kind, _WAITING)
+        spent[part * n + own_row] += wait
+        run.h2d_busy_us += np.where(h2d_on, wait, 0.0)
+        run.d2h_busy_us += np.where(d2h_on, wait, 0.0)
+        for cursor, running, own_wait, rate, ends in (
+            (gpu, gpu_on, gpu_wait, gpu_rate, run.gpu_end_us),
+            (h2d, h2d_on, h2d_wait, h2d_rate, run.h2d_end_us),
+            (d2h, d2h_on, d2h_wait, d2h_rate, run.d2h_end_us),
+        ):
+            rows = cursor.advance(running, own_wait, wait, wait * rate)
+            ends[rows] = now[rows]

@@ -48,13 +48,17 @@ def simulate(
     seed: int = 0,
     engine: str = "recurrence",
     timeline: str | Path | None = None,
+    prefetch_blocks: int | None = None,
+    prefetch_hit_share: float | None = None,
 ) -> Prediction:
     """Predict decode on ``hardware``: a profile name, the directory of a bundle, or a profile.
 
     ``source`` is a trace (or its directory), a table of misses (give ``model_shape`` and ``sparse`` with it), or a
     SyntheticWorkload. On a trace's own model, batch, context and steps its recorded misses are used as they are; any
     other value of these, or of the budgets, follows the rules that the prediction lists. ``h2d_gbps`` replaces the
-    profile's host-to-device bandwidth. ``engine``: "recurrence" (numpy) or "simpy" give the same numbers;
+    profile's host-to-device bandwidth. ``schedule``: serial, fused_kv, split_merge, two_batch or prefetch, the last
+    with ``prefetch_blocks`` a head (default: every slot beyond k) and the assumed ``prefetch_hit_share`` (default 0.5)
+    of them that the next step would miss. ``engine``: "recurrence" (numpy) or "simpy" give the same numbers;
     ``timeline`` writes the SimPy run as a Chrome trace (gzip).
 
     Raises NosaError subclasses naming the value at fault.
@@ -67,7 +71,7 @@ def simulate(
     """
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine!r} must be one of {', '.join(ENGINES)}")
-    plan = get_schedule(schedule)
+    plan = get_schedule(schedule, prefetch_blocks=prefetch_blocks, prefetch_hit_share=prefetch_hit_share)
     profile = load_hardware(hardware).with_h2d_gbps(h2d_gbps)
     _ = profile.link_gbps  # refuse a missing bandwidth before any work
     shape = ModelShape.resolve(model_shape) if isinstance(model_shape, str) else model_shape
@@ -75,23 +79,23 @@ def simulate(
     workload = _open(source, request).workload(request)
     if engine == "recurrence" and timeline is None:
         return price([(workload, profile)], plan)[0]
-    costs = _costs(workload, profile)
+    costs = _costs(workload, profile, plan)
     times, spans = plan.simpy(costs)
     if timeline is not None:
         write_timeline_file(Path(timeline), _timeline_events(times, spans))
     if engine == "recurrence":  # the same numbers to the last bit, with and without a timeline
         times = plan.recurrence(costs)
-    return predict(workload, profile, costs, times, _rules(workload, plan))
+    return predict(workload, profile, plan, costs, times, _rules(workload, plan))
 
 
 def price(situations: list[tuple[Workload, HardwareProfile]], schedule: Schedule) -> list[Prediction]:
     """Predictions of many situations of one model through one call of the fast path, in the same order."""
-    costs = [_costs(workload, profile) for workload, profile in situations]
+    costs = [_costs(workload, profile, schedule) for workload, profile in situations]
     times = schedule.recurrence(costs[0] if len(costs) == 1 else StepCosts.concatenate(costs))
     found, begin = [], 0
     for (workload, profile), own in zip(situations, costs, strict=True):
         rows = slice(begin, begin + len(own))
-        found.append(predict(workload, profile, own, times.rows(rows), _rules(workload, schedule)))
+        found.append(predict(workload, profile, schedule, own, times.rows(rows), _rules(workload, schedule)))
         begin += len(own)
     return found
 
@@ -127,7 +131,7 @@ def _open(source: str | Path | Trace | MissTable | SyntheticWorkload, request: R
     )
 
 
-def _costs(workload: Workload, profile: HardwareProfile) -> StepCosts:
+def _costs(workload: Workload, profile: HardwareProfile, schedule: Schedule) -> StepCosts:
     model = CostModel(
         profile,
         workload.shape,
@@ -136,11 +140,11 @@ def _costs(workload: Workload, profile: HardwareProfile) -> StepCosts:
         workload.host_block_bytes,
         workload.device_block_bytes,
     )
-    return model.step_costs(workload.loads)
+    return schedule.costs(model, workload)
 
 
 def _rules(workload: Workload, schedule: Schedule) -> list[str]:
-    rules = [schedule.rule, "transfers of one direction run one after another; prefill is left out"]
+    rules = [*schedule.rules(workload), "transfers of one direction run one after another; prefill is left out"]
     if workload.shape.assumed:
         rules.append(f"sizes of {workload.shape.name} that are assumed: {', '.join(workload.shape.assumed)}")
     return [*rules, *workload.rules]

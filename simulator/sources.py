@@ -17,7 +17,14 @@ from nosa_sys.simulator.locality_model import (
     synthetic_positions,
     synthetic_selections,
 )
-from nosa_sys.simulator.workload import SequenceHistory, Workload, check_size, draw_loads, histories_of
+from nosa_sys.simulator.workload import (
+    SequenceHistory,
+    Workload,
+    check_size,
+    draw_loads,
+    first_half_of,
+    histories_of,
+)
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import MissTable
 from nosa_sys.traces.policies import get_policy
@@ -119,7 +126,7 @@ class SyntheticSource:
         )
         n_distinct = min(batch, base.distinct_sequences)
         histories = self._histories(shape, sparse, method, context, steps, n_distinct, request.seed, slots, policy)
-        loads = draw_loads(
+        loads, first_half = draw_loads(
             histories,
             shape,
             batch=batch,
@@ -141,7 +148,7 @@ class SyntheticSource:
         block_bytes = shape.kv_block_bytes(sparse.block_size)
         return Workload(
             loads, shape, sparse, method, slots, policy, block_bytes, block_bytes, batch, context + steps - 1, False,
-            tuple(rules),
+            first_half, rules=tuple(rules),
         )  # fmt: skip
 
     def _histories(
@@ -193,12 +200,14 @@ class TableSource:
         policy: str,
         device_block_bytes: int,
         exact: bool = True,
+        recorded_schedule: str | None = None,
     ) -> None:
         self._table, self._shape, self._sparse = table, shape, sparse
         self._slots, self._policy = slots, policy
         self._device_block_bytes = device_block_bytes
         self._exact = exact
-        self._loads = table.per_layer_step()
+        self._recorded_schedule = recorded_schedule
+        self._loads, self._first_half = table.per_layer_step(), first_half_of(table)
         self._histories: list[SequenceHistory] = []
 
     @property
@@ -224,11 +233,11 @@ class TableSource:
         own = shape == self._shape and batch == self.own_batch and steps == len(self._loads)
         block_bytes, device_bytes = self._table.block_bytes, self._device_block_bytes
         if own:
-            loads = self._loads
+            loads, first_half = self._loads, self._first_half
             context = int(self._table.position.max(initial=0)) + 1
         else:
             self._histories = self._histories or histories_of(self._table)
-            loads = draw_loads(
+            loads, first_half = draw_loads(
                 self._histories,
                 shape,
                 batch=batch,
@@ -243,7 +252,7 @@ class TableSource:
                 block_bytes = device_bytes = shape.kv_block_bytes(self._sparse.block_size)
         return Workload(
             loads, shape, self._sparse, self._table.method, self._slots, self._policy, block_bytes, device_bytes,
-            batch, context, own and self._exact, tuple(rules),
+            batch, context, own and self._exact, first_half, self._recorded_schedule, tuple(rules),
         )  # fmt: skip
 
     def _draw_rules(self, shape: ModelShape, batch: int, seed: int) -> list[str]:
@@ -323,4 +332,5 @@ class TraceSource:
             policy=policy,
             device_block_bytes=device_block_bytes,
             exact=exact and meta.status in ("measured", "validated"),
+            recorded_schedule=meta.schedule,
         )

@@ -17,7 +17,7 @@ from joblib import Parallel, delayed
 import nosa_sys
 from nosa_sys.errors import ConfigError, NosaError
 from nosa_sys.simulator.recipe import Recipe, load_recipe
-from nosa_sys.simulator.schedules import get_schedule
+from nosa_sys.simulator.schedules import Schedule
 from nosa_sys.simulator.simulate import open_source, price
 from nosa_sys.simulator.sources import Source
 from nosa_sys.simulator.sweep_plan import Configuration, Group, base_workload, plan
@@ -107,7 +107,7 @@ def _run_groups(recipe: Recipe, groups: list[Group], resume: Path, workers: int)
 
 def run_group(recipe: Recipe, group: Group, path: Path, source: Source | None = None) -> list[dict[str, Any]]:
     """Rows of one group, also written to ``path`` for a later run to resume from."""
-    source = source or open_source(base_workload(recipe))
+    source, schedule = source or open_source(base_workload(recipe)), recipe.resolved_schedule()
     rows: list[dict[str, Any]] = []
     batch: list[tuple[Configuration, Workload]] = []
     waiting = 0
@@ -118,7 +118,9 @@ def run_group(recipe: Recipe, group: Group, path: Path, source: Source | None = 
             continue
         if last is None or last[0] != configuration.request:
             try:
-                last = (configuration.request, source.workload(configuration.request))
+                workload = source.workload(configuration.request)
+                schedule.check(workload)
+                last = (configuration.request, workload)
             except NosaError as error:
                 rows.append(refused_row(configuration, str(error)))
                 last = None
@@ -126,16 +128,16 @@ def run_group(recipe: Recipe, group: Group, path: Path, source: Source | None = 
         batch.append((configuration, last[1]))
         waiting += len(last[1].loads)
         if waiting >= _ROWS_AT_ONCE:
-            rows += _priced(recipe, batch)
+            rows += _priced(schedule, batch)
             batch, waiting = [], 0
     if batch:
-        rows += _priced(recipe, batch)
+        rows += _priced(schedule, batch)
     write_text_whole(path, json.dumps(rows, allow_nan=False))
     return rows
 
 
-def _priced(recipe: Recipe, batch: list[tuple[Configuration, Workload]]) -> list[dict[str, Any]]:
-    predictions = price([(w, c.hardware) for c, w in batch], get_schedule(recipe.schedule))
+def _priced(schedule: Schedule, batch: list[tuple[Configuration, Workload]]) -> list[dict[str, Any]]:
+    predictions = price([(w, c.hardware) for c, w in batch], schedule)
     return [
         predicted_row(configuration, prediction)
         for (configuration, _), prediction in zip(batch, predictions, strict=True)

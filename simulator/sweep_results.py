@@ -20,11 +20,22 @@ from nosa_sys.traces.schema import write_text_whole
 RESULTS_FILE = "results.parquet"
 SUMMARY_FILE = "summary.json"
 
-_TEXT = ("refused", "model_shape", "method", "policy", "hardware", "slots_asked", "limited_by", "status", "limits")
+_TEXT = (
+    "refused",
+    "model_shape",
+    "method",
+    "policy",
+    "schedule",
+    "hardware",
+    "slots_asked",
+    "limited_by",
+    "status",
+    "limits",
+)
 _WHOLE = (
     "index", "block_size", "topk", "k_e", "select_blocks", "init_blocks", "window_size", "context_tokens", "slots",
     "batch", "h2d_bytes_total", "h2d_bytes_total_warm", "d2h_bytes_total", "n_steps", "n_cold_steps", "gpu_bytes",
-    "host_pool_bytes", "cold_h2d_bytes",
+    "host_pool_bytes", "cold_h2d_bytes", "prefetch_bytes_total", "wasted_prefetch_bytes_total",
 )  # fmt: skip
 _REAL = (
     "h2d_gbps", "step_time_us", "step_time_p50_us", "step_time_p90_us", "select_us", "h2d_exposed_us", "h2d_hidden_us",

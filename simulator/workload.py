@@ -6,6 +6,7 @@ map by relative depth, KV heads cyclically. Each rule used is written down in ``
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,12 @@ MAX_BATCH = 2**16
 
 @dataclass(frozen=True)
 class Workload:
-    """A situation ready to be priced. ``own_situation``: exactly what was recorded or replayed, nothing drawn."""
+    """A situation ready to be priced.
+
+    ``own_situation``: exactly what was recorded or replayed, nothing drawn. ``first_half``: what of ``loads`` belongs
+    to the first half of each step's rows, the larger half where they are odd. ``recorded_schedule``: that of the
+    trace, None where misses have no trace.
+    """
 
     loads: LayerStepMisses
     shape: ModelShape
@@ -38,6 +44,8 @@ class Workload:
     batch: int
     context_tokens: int
     own_situation: bool
+    first_half: LayerStepMisses
+    recorded_schedule: str | None = None
     rules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -154,8 +162,8 @@ def draw_loads(
     block_size: int,
     dense: bool,
     rng: np.random.Generator,
-) -> LayerStepMisses:
-    """Play ``batch`` sequences side by side for ``steps`` steps.
+) -> tuple[LayerStepMisses, LayerStepMisses]:
+    """Play ``batch`` sequences side by side for ``steps`` steps: (all of them, the first half of them).
 
     The first sequences are the histories themselves; each further one is a history (in turn) whose warm rows start at
     a drawn offset, so that births and misses of copies are not in step.
@@ -177,12 +185,54 @@ def draw_loads(
         cold |= history.cold[rows]
         if not dense:
             filled += (((position + 1) % block_size == 0) * shape.n_kv_heads)[:, None]
+        if index + 1 == n_first_half(batch):
+            first = _sums(n_first_half(batch), misses, filled, attended, context, cold)
+    return _sums(batch, misses, filled, attended, context, cold), first
+
+
+def n_first_half(n_rows: Any) -> Any:
+    """Rows of a batch (or of each of several, an array) that the first of two halves has."""
+    return (n_rows + 1) // 2
+
+
+def second_half(loads: LayerStepMisses, first: LayerStepMisses) -> LayerStepMisses:
+    """What is left of a workload without the first half of its rows."""
+    return dataclasses.replace(
+        loads,
+        n_sequences=loads.n_sequences - first.n_sequences,
+        misses=loads.misses - first.misses,
+        filled_blocks=loads.filled_blocks - first.filled_blocks,
+        attended_blocks=loads.attended_blocks - first.attended_blocks,
+        context_tokens=loads.context_tokens - first.context_tokens,
+    )
+
+
+def first_half_of(table: MissTable) -> LayerStepMisses:
+    """The loads of the first half of each step's rows, sequences in ascending id."""
+    pairs, row = np.unique(np.stack([table.step, table.sequence], axis=1), axis=0, return_inverse=True)
+    _, begin, n_rows = np.unique(pairs[:, 0], return_index=True, return_counts=True)
+    rank = np.arange(len(pairs)) - np.repeat(begin, n_rows)
+    keep = (rank < np.repeat(n_first_half(n_rows), n_rows))[row.reshape(-1)]
+    columns = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+    kept: dict[str, Any] = {name: value[keep] for name, value in columns.items() if isinstance(value, np.ndarray)}
+    return dataclasses.replace(table, **kept).per_layer_step()
+
+
+def _sums(
+    batch: int,
+    misses: np.ndarray,
+    filled: np.ndarray,
+    attended: np.ndarray,
+    context: np.ndarray,
+    cold: np.ndarray,
+) -> LayerStepMisses:
+    n_steps = len(context)
     return LayerStepMisses(
-        steps=np.arange(steps, dtype=np.int32),
-        n_sequences=np.full(steps, batch, dtype=np.int32),
-        misses=misses,
-        filled_blocks=filled,
-        attended_blocks=attended,
-        context_tokens=context,
-        cold=cold,
+        steps=np.arange(n_steps, dtype=np.int32),
+        n_sequences=np.full(n_steps, batch, dtype=np.int32),
+        misses=misses.copy(),
+        filled_blocks=filled.copy(),
+        attended_blocks=attended.copy(),
+        context_tokens=context.copy(),
+        cold=cold.copy(),
     )

@@ -10,7 +10,7 @@ import pytest
 
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.rates import LinkSharing
-from nosa_sys.simulator.step_times import StepCosts
+from nosa_sys.simulator.step_times import AttentionSplit, Speculation, StepCosts
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import MissTable
 from nosa_sys.traces.schema import SequenceInfo, TraceMeta
@@ -54,31 +54,48 @@ def make_table():
 
 @pytest.fixture
 def random_costs():
-    """rng, n, layers -> StepCosts with idle parts, zero durations and shared rates of every kind."""
+    """rng, n, layers -> StepCosts of every schedule, with idle parts, zero durations and shared rates of every kind."""
 
-    def build(rng, n, layers, duplex=None, beside=None):
+    def build(rng, n, layers, duplex=None, beside=None, compute=None):
+        duplex = rng.uniform(0.5, 1.0) if duplex is None else duplex
+        beside = rng.uniform(duplex, 1.0) if beside is None else beside
+        compute = rng.uniform(0.5, 1.0) if compute is None else compute
+        sharing = LinkSharing(duplex, beside, compute)
+
         def durations(share_of_zeros):
             values = rng.exponential(10.0 ** rng.uniform(-1, 3), (n, layers))
             values[rng.random((n, layers)) < share_of_zeros] = 0.0
             return values
 
-        duplex = rng.uniform(0.5, 1.0) if duplex is None else duplex
-        beside = rng.uniform(duplex, 1.0) if beside is None else beside
-        fetch, write = durations(0.3), durations(0.4)
-        return StepCosts(
-            host_us=durations(0.2),
-            select_us=durations(0.2),
-            h2d_fixed_us=np.where(fetch > 0, rng.exponential(3.0), 0.0),
-            h2d_us=fetch,
-            attention_us=durations(0.1),
-            gemm_us=durations(0.1),
-            d2h_fixed_us=np.where(write > 0, rng.exponential(6.0), 0.0),
-            d2h_us=write,
-            step_host_us=rng.exponential(10.0, n),
-            tail_us=rng.exponential(10.0, n),
-            h2d_bytes=(fetch * 1000).astype(np.int64),
-            d2h_bytes=(write * 1000).astype(np.int64),
-            sharing=LinkSharing(duplex, beside),
+        def costs_of_rows():
+            fetch, write = durations(0.3), durations(0.4)
+            return StepCosts(
+                host_us=durations(0.2),
+                select_us=durations(0.2),
+                h2d_fixed_us=np.where(fetch > 0, rng.exponential(3.0), 0.0),
+                h2d_us=fetch,
+                attention_us=durations(0.1),
+                gemm_us=durations(0.1),
+                d2h_fixed_us=np.where(write > 0, rng.exponential(6.0), 0.0),
+                d2h_us=write,
+                step_host_us=rng.exponential(10.0, n),
+                tail_us=rng.exponential(10.0, n),
+                h2d_bytes=(fetch * 1000).astype(np.int64),
+                d2h_bytes=(write * 1000).astype(np.int64),
+                sharing=sharing,
+            )
+
+        guess = durations(0.3)
+        return dataclasses.replace(
+            costs_of_rows(),
+            attention_split=AttentionSplit(durations(0.2), durations(0.2)),
+            speculation=Speculation(
+                np.where(guess > 0, rng.exponential(3.0), 0.0),
+                guess,
+                (guess * 1000).astype(np.int64),
+                np.zeros((n, layers), dtype=np.int64),
+            ),
+            halves=(costs_of_rows(), costs_of_rows()),
         )
 
     return build

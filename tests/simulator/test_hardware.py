@@ -8,6 +8,7 @@ import math
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from nosa_sys.errors import HardwareError
@@ -114,3 +115,15 @@ def test_missing_and_torn_files_are_named(bundle, tmp_path):
         load_hardware(directory)
     with pytest.raises(HardwareError, match="h200-provisional, ideal"):
         load_hardware("h100")
+
+
+def test_compute_beside_a_fetch_is_as_measured_or_not_slowed():
+    """h200: the slower of two kinds of compute beside the path that disturbs it least; elsewhere nothing is known."""
+    table = BUILT_IN / "h200" / "link_contention.parquet"
+    kept = {}
+    for row in pq.read_table(table).to_pylist():
+        kept[row["compute"]] = max(kept.get(row["compute"], 0.0), row["compute_us"] / row["both_us"])
+    assert load_hardware("h200").compute_beside_copy_factor == pytest.approx(min(kept.values()), rel=1e-12)
+    ideal = load_hardware("ideal")
+    assert ideal.compute_beside_copy_factor == 1.0
+    assert "not in the bundle" in ideal.sources["compute_beside_copy_factor"]

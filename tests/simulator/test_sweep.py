@@ -77,7 +77,8 @@ def rows_of(out):
         ({"axes__hardware": ["ideal"]}, ("hardware",)),
         ({"h2d_gbps": 25.0}, ("h2d_gbps",)),
         ({"name": "../up"}, ("name",)),
-        ({"schedule": "prefetch"}, ("schedule", "serial")),
+        ({"schedule": "magic"}, ("magic", "serial, fused_kv, split_merge, two_batch, prefetch")),
+        ({"prefetch_blocks": 2}, ("prefetch_blocks", "schedule prefetch")),
         ({"axes__batch": list(range(1, 1001)), "axes__context": list(range(1, 1001))}, ("configurations",)),
     ],
 )
@@ -171,6 +172,27 @@ def test_a_row_equals_simulate(tmp_path):
         assert row[key] == pytest.approx(getattr(prediction, key), rel=1e-12)
     assert (row["limited_by"], row["status"]) == (prediction.limited_by, prediction.status)
     assert (row["policy"], row["slots"]) == (prediction.settings["policy"], prediction.settings["slots"])
+
+
+@pytest.mark.parametrize("schedule", ["fused_kv", "split_merge", "two_batch", "prefetch"])
+def test_a_recipe_takes_every_schedule(tmp_path, schedule):
+    """Rows equal simulate; a schedule that guesses refuses the rows without a spare slot."""
+    more = {"prefetch_blocks": 3, "prefetch_hit_share": 0.25} if schedule == "prefetch" else {}
+    recipe = parse_recipe(changed(schedule=schedule, axes={"slots": [16, 20], "batch": [3]}, **more))
+    sweep(recipe, tmp_path, workers=1)
+    none_spare, spare = rows_of(tmp_path)
+    from nosa_sys.simulator.sweep_plan import base_workload
+
+    if schedule == "prefetch":
+        assert "slots >= topk + 3 = 19" in none_spare["refused"]
+    else:
+        assert none_spare["refused"] == ""
+    expected = simulate(
+        base_workload(recipe), hardware="h200-provisional", schedule=schedule, batch=3, slots=20, **more
+    )
+    assert spare["schedule"] == schedule
+    for key in ("step_time_us", "h2d_bytes_total", "prefetch_bytes_total", "wasted_prefetch_bytes_total"):
+        assert spare[key] == pytest.approx(getattr(expected, key), rel=1e-12)
 
 
 def test_block_size_keeps_token_budgets_and_k_e_sets_the_share(tmp_path):

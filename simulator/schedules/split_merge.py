@@ -1,0 +1,46 @@
+"""split_merge: attention over the blocks that are there runs while the misses arrive."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nosa_sys.simulator.cost_model import CostModel
+from nosa_sys.simulator.invariants import SimulatorFault
+from nosa_sys.simulator.program import ATTENTION, GEMM, HOST, SELECT, Program
+from nosa_sys.simulator.schedules.base import Schedule, post_write_back
+from nosa_sys.simulator.schedules.one_stream import post_fetch
+from nosa_sys.simulator.step_times import StepCosts
+from nosa_sys.simulator.workload import Workload
+
+
+class SplitMerge(Schedule):
+    """Two attention launches a layer; softmax makes the merge exact."""
+
+    name = "split_merge"
+    rule = (
+        "split_merge: per layer host, select, post the fetch of misses (K and V in one launch), attention over hits "
+        "beside it, wait for the misses, attention over them and merge by log-sum-exp, rest; a layer without a miss "
+        "has one attention launch and no merge; finished blocks are written back as in serial"
+    )
+
+    def costs(self, model: CostModel, workload: Workload) -> StepCosts:
+        return dataclasses.replace(
+            model.step_costs(workload.loads), attention_split=model.attention_split(workload.loads)
+        )
+
+    def program(self, costs: StepCosts) -> Program:
+        split = costs.attention_split
+        if split is None:
+            raise SimulatorFault("split_merge needs the attention costs of hits and of misses")
+        program = Program(len(costs), costs.sharing)
+        program.run(HOST, -1, costs.step_host_us)
+        for layer in range(costs.n_layers):
+            program.run(HOST, layer, costs.host_us[:, layer])
+            program.run(SELECT, layer, costs.select_us[:, layer])
+            post_write_back(program, costs, layer)
+            arrived = post_fetch(program, costs, layer)
+            program.run(ATTENTION, layer, split.hit_us[:, layer], name="attention over hits")
+            program.run(ATTENTION, layer, split.miss_us[:, layer], after=arrived, name="attention over misses")
+            program.run(GEMM, layer, costs.gemm_us[:, layer])
+        program.run(GEMM, -1, costs.tail_us, name="output head")
+        return program
