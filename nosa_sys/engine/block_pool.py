@@ -7,6 +7,8 @@ alone; on the device it is all the KV there is, the unfinished block included.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,11 @@ class BlockPool:
     """Growing pool of pages. ``layers[l]`` is [n_rows, 2, block, head_dim]; ``betas[l]`` [n_rows, block] beside it
     where ``beta_dtype`` is given, else None.
 
-    Without ``device`` the pool is host memory, registered with CUDA when ``register``, out of ``arena`` if given.
+    Without ``device`` the pool is host memory, registered with CUDA when ``register``. With ``arena`` it takes all that
+    this has left, and grows in place there.
     Pages are reserved at admission, so that a sequence that was let in never meets ``limit_bytes`` (all layers, K and
-    V) in the middle of its generation. The pool grows to what is reserved or needed and never beyond; growing copies
-    it, so ask for everything at once with ``preallocate`` where that is known. ``generation`` counts growths.
+    V) in the middle of its generation. The pool grows to what is reserved or needed and never beyond; outside an arena
+    growing copies it, so ask for a whole batch at once with ``preallocate``. ``generation`` counts growths.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class BlockPool:
         self._limit_bytes = limit_bytes
         self._free: list[int] = []
         self._n_pages = self._reserved = self.generation = 0
+        self._claims: list[Tensor] | None = None
         self._stream = BlockStream() if register else None
 
     @property
@@ -174,32 +178,45 @@ class BlockPool:
         self.generation += 1
         n_rows = n_pages * self.n_kv_heads
         for index, (layer, betas) in enumerate(zip(self.layers, self.betas, strict=True)):
-            old = self._buffers[index]
-            fresh = self._empty(index, (n_rows, *layer.shape[1:]), layer.dtype)
-            self.layers[index] = grown(layer, tuple(fresh.shape), self._poison, into=fresh)
+            if self._arena is None:
+                self._grow_layer(index, (n_rows, *layer.shape[1:]))
+            else:
+                self.layers[index] = self._claimed(self._arena)[index][:n_rows]
+                if self._poison is not None:
+                    self.layers[index][layer.shape[0] :] = self._poison
             if betas is not None:
                 self.betas[index] = grown(betas, (n_rows, betas.shape[1]), self._poison)
-            if old is not None:
-                old.release()
         self._free = list(range(n_pages - 1, self._n_pages - 1, -1)) + self._free
         self._n_pages = n_pages
 
-    def _empty(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if not self.on_host:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        if self._arena is not None:
-            return self._arena.take(shape, dtype)
-        n_bytes = torch.Size(shape).numel() * dtype.itemsize
-        buffer = self._buffers[index] = PinnedBuffer(n_bytes, register=self._register)
-        return buffer.tensor(shape, dtype)
+    def _grow_layer(self, index: int, shape: tuple[int, ...]) -> None:
+        layer, old, fresh = self.layers[index], self._buffers[index], None
+        if self.on_host:
+            buffer = PinnedBuffer(math.prod(shape) * layer.element_size(), register=self._register)
+            self._buffers[index], fresh = buffer, buffer.tensor(shape, layer.dtype)
+        self.layers[index] = grown(layer, shape, self._poison, into=fresh)
+        if old is not None:
+            old.release()
+
+    def _claimed(self, arena: PinnedArena) -> list[Tensor]:
+        """All that the arena has left, in equal parts for the layers: growing there is a longer view, not a copy."""
+        if self._claims is None:
+            rows = self._claimable_pages(arena) * self.n_kv_heads
+            self._claims = [arena.take((rows, *layer.shape[1:]), layer.dtype) for layer in self.layers]
+        return self._claims
+
+    def _claimable_pages(self, arena: PinnedArena) -> int:
+        n_layers = len(self.layers)
+        return arena.aligned_down(arena.free_bytes // n_layers) // (self.page_bytes // n_layers)
 
     def _refuse_unless_free(self, n_pages: int) -> None:
-        n_layers = len(self.layers)
-        more, remedy = (n_pages - self._n_pages) * self.page_bytes, "ask for fewer or shorter sequences"
-        if self._arena is not None:  # nothing comes back to it, and each layer begins at a border
-            more = n_layers * PinnedArena.aligned(n_pages * self.page_bytes // n_layers)
-            refuse_unless_free(more, self._arena.free_bytes, "the arena for the KV pool", f"enlarge it, or {remedy}")
+        remedy = "ask for fewer or shorter sequences"
+        if self._arena is not None:
+            n_claimed = self._claims[0].shape[0] // self.n_kv_heads if self._claims else None
+            room = (self._claimable_pages(self._arena) if n_claimed is None else n_claimed) * self.page_bytes
+            remedy += ", make the arena larger, or reset it when the pool before is done with"
+            refuse_unless_free(n_pages * self.page_bytes, room, "the arena for the KV pool", remedy)
             return
-        more += self.allocated_bytes // n_layers
+        more = (n_pages - self._n_pages) * self.page_bytes + self.allocated_bytes // len(self.layers)
         free, where = (memory_available_bytes(), "host") if self.on_host else (free_bytes(self.device), "device")
         refuse_unless_free(more, free, f"{where} memory for the KV pool", remedy)

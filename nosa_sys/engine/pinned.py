@@ -95,6 +95,11 @@ class PinnedArena:
         """``n_bytes`` rounded up to where the next tensor may begin."""
         return -(-n_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
+    @staticmethod
+    def aligned_down(n_bytes: int) -> int:
+        """The most of ``n_bytes`` that ends where the next tensor may begin."""
+        return n_bytes // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor. CapacityError when the rest of the arena is too small."""
         n_bytes = math.prod(shape) * dtype.itemsize
