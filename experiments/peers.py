@@ -119,5 +119,6 @@ def peer_row(
         "step_ms_p90": float(np.percentile(step_ms, 90)),
         "seed": seed,
         "transformers": version_of("transformers"),
+        "skipped": None,
         "status": "measured: random weights, KV cache filled with random values",
     }

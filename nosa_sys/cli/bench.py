@@ -1,4 +1,4 @@
-"""``nosa bench kernels``: the GPU kernels on their own case lists, beside the ceiling of the same run."""
+"""``nosa bench``: the GPU kernels on their own case lists beside the ceiling of the same run, and decode throughput."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
+from nosa_sys.cli import bench_decode
 from nosa_sys.cli import console as out
 from nosa_sys.cli.options import JsonFlag, Overwrite
 from nosa_sys.errors import ConfigError
 from nosa_sys.outputs import check_output, write_whole
 
-app = typer.Typer(help="Benchmarks of this machine's kernels.", no_args_is_help=True)
+app = typer.Typer(help="Benchmarks of this machine: kernels, decode.", no_args_is_help=True)
+app.command("decode")(bench_decode.command)
 
 
 @app.command("kernels")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nosa_sys.engine.memory_plan import required_bytes
 from nosa_sys.experiments.equal_bytes import (
     equal_batch,
     equal_bytes_row,
@@ -13,6 +14,7 @@ from nosa_sys.experiments.equal_bytes import (
     largest_batch,
     paper_batch,
 )
+from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.sparse_config import SparseConfig
 
@@ -40,6 +42,15 @@ def test_everything_is_paid_for_by_hand() -> None:
     batch = equal_batch(16, kept, full)
     assert batch * kept.total_bytes <= 16 * full < (batch + 1) * kept.total_bytes
     assert equivalent_batch(batch, kept, full) <= 16
+
+
+def test_it_agrees_with_what_an_engine_takes() -> None:
+    """But for the ring of last keys and the tables of block ids, which carry no context."""
+    kept = kept_bytes(SHAPE, SPARSE, "nosa", slots=80, context=K16, offload=True)
+    taken = required_bytes(SHAPE, SPARSE, get_method("nosa"), n_slots=80, offload=True, lanes=1, tokens_a_lane=K16)
+    heads, ring_bytes, slot_betas = 64, 32 * 128 * 2, 80 * 64 * 4
+    assert kept.kv_bytes == taken["device_slot_bytes"]
+    assert kept.key_mean_bytes + kept.beta_bytes == taken["device_context_bytes"] + heads * (slot_betas - ring_bytes)
 
 
 @pytest.mark.parametrize(

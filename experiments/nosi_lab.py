@@ -1,0 +1,145 @@
+"""What the stages of the NOSI experiment share: one model, one arena, ways to make cells, rows as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nosa_sys.engine.injection import Injection, Misses, synthetic_injection
+from nosa_sys.errors import NosaError
+from nosa_sys.experiments.decode_bench import base_row, measure
+from nosa_sys.experiments.decode_bench_run import RUN_OUT_STEPS, DecodeCell, Segment, Workbench, n_table_steps
+from nosa_sys.experiments.equal_bytes import equal_batch, full_kv_bytes, kept_bytes, largest_batch
+from nosa_sys.experiments.nosi_scale import Scale
+from nosa_sys.methods import get_method
+
+# beside weights and KV: activations, graphs, the output of the largest matrix
+_GPU_RESERVE_BYTES = 6 * 2**30
+
+
+@dataclass
+class Lab:
+    """``traces``: method -> trace directory. ``schedule`` is the one that stages use which do not compare schedules.
+    ``gpu_bytes`` and ``host_bytes``: memory that batches may take, weights not counted."""
+
+    bench: Workbench
+    scale: Scale
+    out: Path
+    schedule: str
+    slot_factor: float
+    host_bytes: float
+    seed: int = 0
+    traces: dict[str, Path] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def gpu_bytes(self) -> float:
+        if not self.bench.on_gpu:
+            return math.inf
+        total = torch.cuda.get_device_properties(self.bench.model.device).total_memory
+        return float(total - self.bench.model.shape.weight_bytes - _GPU_RESERVE_BYTES)
+
+    @property
+    def runner(self) -> str | None:
+        """The GPU's own choice; on a CPU the same launches without a graph."""
+        return None if self.bench.on_gpu else "kernels"
+
+    def inject(
+        self,
+        method: str,
+        contexts: Sequence[int],
+        segments: Sequence[Segment],
+        misses: Sequence[Misses],
+        reuse: float = 0.0,
+    ) -> Injection:
+        """Synthetic sets with one rate a segment; the run-out goes on with the last."""
+        shape = self.bench.model.shape
+        spans = [(s.warmup + s.steps, rate) for s, rate in zip(segments, misses, strict=True)]
+        spans.append((RUN_OUT_STEPS, misses[-1]))
+        return synthetic_injection(
+            self.scale.sparse, method, shape.n_layers, shape.n_kv_heads, contexts, n_table_steps(segments),
+            spans, self.seed, self.bench.model.device, reuse,
+        )  # fmt: skip
+
+    def cell(
+        self,
+        method: str,
+        batch: int,
+        context: int,
+        segment: Segment,
+        *,
+        misses: float = 0.0,
+        reuse: float = 0.0,
+        slot_factor: float = 1.0,
+        **changes: Any,
+    ) -> DecodeCell:
+        """``batch`` equal contexts with synthetic sets; dense attention gets random KV alone."""
+        slots = math.ceil(slot_factor * self.scale.sparse.topk - 1e-9)
+        cell = DecodeCell(
+            sparse=self.scale.sparse,
+            method=method,
+            schedule=self.schedule,
+            slots=None if get_method(method).dense else slots,
+            runner=self.runner,
+            contexts=(context,) * batch,
+            seed=self.seed,
+        )
+        cell = dataclasses.replace(cell, **changes)
+        if get_method(method).dense:
+            return cell
+        return dataclasses.replace(cell, injection=self.inject(method, cell.contexts, [segment], [misses], reuse))
+
+    def measured(
+        self, stage: str, cell: DecodeCell, segment: Segment, *, parts: bool = False, **more: Any
+    ) -> dict[str, Any]:
+        """Measure one cell and keep its row, or the reason why there is no figure."""
+        try:
+            row = measure(self.bench, cell, [segment], parts=parts)[0]
+        except (NosaError, RuntimeError) as error:
+            row = base_row(self.bench, cell, segment) | {"skipped": " ".join(str(error).split())[:300]}
+        return self.keep({"stage": stage, **more, **row})
+
+    def keep(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Add a row and print its line."""
+        self.rows.append(row)
+        print(line(row), flush=True)
+        return row
+
+    def skip(self, stage: str, reason: str, **more: Any) -> None:
+        """A row that says why a cell was not tried."""
+        self.keep({"stage": stage, "what": "nosa-sys", "skipped": reason, **more})
+
+    def fitting_batch(
+        self, method: str, context: int, full_batch: int, *, slot_factor: float = 1.0, offload: bool = True
+    ) -> tuple[int, str]:
+        """(batch, what limits it) in the KV bytes of ``full_batch`` FullAttn sequences, as host memory allows."""
+        shape, sparse = self.bench.model.shape, self.scale.sparse
+        slots = math.ceil(slot_factor * sparse.topk - 1e-9)
+        kept = kept_bytes(shape, sparse, method, slots=slots, context=context, offload=offload)
+        wanted = equal_batch(full_batch, kept, full_kv_bytes(shape, sparse, context))
+        fits, limit = largest_batch(
+            shape, sparse, method, slots=slots, context=context, offload=offload,
+            gpu_bytes=self.gpu_bytes, host_bytes=self.host_bytes,
+        ) if math.isfinite(self.gpu_bytes) else (wanted, "")  # fmt: skip
+        return (wanted, f"KV bytes of {full_batch} FullAttn sequences") if wanted <= fits else (fits, limit)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row on one line."""
+    names = ("stage", "what", "method", "schedule", "segment", "variant", "batch", "context", "slots")
+    head = " ".join(f"{row[n]}" for n in names if row.get(n) not in (None, ""))
+    if row.get("skipped"):
+        return f"{head}  skipped: {row['skipped']}"
+    figures = (
+        ("tokens_per_s", "tok/s", 1), ("step_ms_median", "ms", 3), ("misses_per_head", "misses", 2),
+        ("critical_ms", "critical ms", 3), ("over_critical", "x critical", 3), ("over_longer", "x longer part", 3),
+        ("over_serial", "x serial", 3), ("step_over_floor", "x floor", 2), ("ratio_to_full", "x full", 2),
+        ("ttft_ms_mean", "ms to first token", 0), ("overhead_share", "overhead", 4),
+    )  # fmt: skip
+    return head + "  " + "  ".join(f"{row[k]:.{d}f} {name}" for k, name, d in figures if row.get(k) is not None)

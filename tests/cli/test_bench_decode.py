@@ -1,0 +1,79 @@
+"""``nosa bench decode`` on a tiny checkpoint: rows, files, sources of selections, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.cli.conftest import BUDGETS, KERNEL, Nosa
+
+SIZES = ["--batch", "2", "--context", "150", "--steps", "3", "--warmup", "1"]
+
+
+def test_injected_misses_make_a_row(nosa: Nosa, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.parquet"
+    done = nosa(
+        "bench", "decode", "--model-shape", checkpoint, *SIZES, *BUDGETS, *KERNEL, "--misses", "1", "--dtype",
+        "float32", "--json", "--out", out,
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    (row,) = done.document["rows"]
+    assert row["status"].startswith("injected: synthetic sets, 1 misses")
+    assert row["misses_per_head"] == pytest.approx(1)
+    assert row["compute_ms"] > 0
+    assert row["equivalent_batch"] > 0
+    assert pd.read_parquet(out)["tokens_per_s"][0] == pytest.approx(row["tokens_per_s"])
+
+
+def test_prompts_are_prefilled(nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = nosa(
+        "bench", "decode", "--model", checkpoint, *SIZES, *BUDGETS, *KERNEL, "--prompt-file", prompt, "--no-parts",
+        "--out", out,
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["status"], row["gamma"]) == ("measured", None)
+    assert row["prefill_s"] > 0
+    assert "tokens/s, aggregate" in done.out
+
+
+def test_a_trace_brings_its_own_budgets(nosa: Nosa, checkpoint: Path, trace: Path) -> None:
+    sizes = ["--batch", "3", "--steps", "3", "--warmup", "1"]
+    done = nosa("bench", "decode", "--model", checkpoint, *sizes, "--trace", trace, "--json")
+    assert done.status == 0, done.err
+    (row,) = done.document["rows"]
+    assert (row["topk"], row["block_size"]) == (6, 16)
+    assert "sets of trace" in row["status"]
+
+
+def test_a_peer_runs_by_the_same_command(nosa: Nosa, checkpoint: Path) -> None:
+    pytest.importorskip("transformers")
+    done = nosa(
+        "bench", "decode", "--model-shape", checkpoint, *SIZES, "--method", "full", "--dtype", "float32", "--json",
+        "--peer", "transformers-dynamic", "--no-parts",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    assert [row["what"] for row in done.document["rows"]] == ["nosa-sys", "transformers-dynamic"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --model"),
+        (["--model-shape", "nosa-1b", "--model", "smollm2-135m"], "give --model"),
+        (["--model-shape", "nosa-1b", "--misses", "some"], "--misses 'some'"),
+        (["--model-shape", "nosa-1b", "--misses", "2", "--trace", "x"], "at most one"),
+        (["--model-shape", "nosa-1b", "--peer", "hf"], "--peer 'hf'"),
+        (["--model-shape", "nosa-1b", "--out", "rows.csv"], "must end in .json or .parquet"),
+        (["--model-shape", "nosa-9b"], "unknown model shape"),
+    ],
+)
+def test_wrong_requests_are_one_line(nosa: Nosa, arguments: list[str], message: str) -> None:
+    done = nosa("bench", "decode", *arguments)
+    assert done.status == 2
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1 or "unknown model shape" in message
