@@ -29,7 +29,7 @@ class Workload:
     """A situation ready to be priced.
 
     ``own_situation``: exactly what was recorded or replayed, nothing drawn. ``first_half``: what of ``loads`` belongs
-    to the first half of each step's rows, the larger half where they are odd. ``recorded_schedule``: that of the
+    to the first half of each step's rows, the smaller half where they are odd. ``recorded_schedule``: that of the
     trace, None where misses have no trace.
     """
 
@@ -191,8 +191,8 @@ def draw_loads(
 
 
 def n_first_half(n_rows: Any) -> Any:
-    """Rows of a batch (or of each of several, an array) that the first of two halves has."""
-    return (n_rows + 1) // 2
+    """Rows of a batch (or of each of several, an array) that the first of two halves has; one row is all of it."""
+    return np.maximum(1, n_rows // 2)
 
 
 def second_half(loads: LayerStepMisses, first: LayerStepMisses) -> LayerStepMisses:

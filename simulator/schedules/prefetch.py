@@ -1,4 +1,4 @@
-"""prefetch: after its demand fetch, each layer brings guessed blocks into spare slots for the next step."""
+"""prefetch: after its attention, each layer brings guessed blocks into spare slots for the next step."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ class Prefetch(Schedule):
 
     name = "prefetch"
     rule = (
-        "prefetch: per layer host, select, post the fetch of the misses that no guess covered and behind it the "
-        "guessed blocks for the next step, wait for the misses alone, attention, rest; a later layer's fetch queues "
-        "behind the guesses; the step ends when the last guess has arrived too; write-backs as in serial; guesses "
-        "change no token"
+        "prefetch: per layer host, select, fetch the misses that no guess covered, attention, post the guessed blocks "
+        "for the next step, rest; a later layer's fetch queues behind the guesses; the step ends when the last guess "
+        "has arrived too; write-backs as in serial; guesses change no token"
     )
     assumed = True
 
@@ -90,10 +89,10 @@ class Prefetch(Schedule):
             program.run(SELECT, layer, costs.select_us[:, layer])
             post_write_back(program, costs, layer)
             arrived = post_fetch(program, costs, layer)
+            program.run(ATTENTION, layer, costs.attention_us[:, layer], after=arrived)
             program.post(
                 H2D, layer, guess.fixed_us[:, layer], guess.bytes_us[:, layer], guess.n_bytes[:, layer], "prefetch"
             )
-            program.run(ATTENTION, layer, costs.attention_us[:, layer], after=arrived)
             program.run(GEMM, layer, costs.gemm_us[:, layer])
         program.run(GEMM, -1, costs.tail_us, name="output head")
         return program

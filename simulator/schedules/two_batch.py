@@ -20,7 +20,7 @@ class TwoBatch(Schedule):
 
     name = "two_batch"
     rule = (
-        "two_batch: the rows in two halves A (the larger where they are odd) and B, each with its own launches, so "
+        "two_batch: the rows in two halves A (the smaller where they are odd) and B, each with its own launches, so "
         "that a layer's matrices are read twice; select A and post its fetch, select B and post its fetch, then per "
         "layer: wait for A, attention and rest of A, select A of the next layer and post its fetch, the same for B; "
         "the output head runs once; fetches of both halves share the link in order of posting; write-backs as in "

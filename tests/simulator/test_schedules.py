@@ -16,6 +16,7 @@ from nosa_sys.simulator.rates import LinkSharing
 from nosa_sys.simulator.schedules import SCHEDULES, get_schedule
 from nosa_sys.simulator.sources import SyntheticWorkload
 from nosa_sys.simulator.step_times import AttentionSplit, Speculation, StepCosts
+from nosa_sys.simulator.workload import first_half_of, second_half
 
 ALL = pytest.mark.parametrize("name", list(SCHEDULES))
 SHAPE = ModelShape("tiny", 2, 4, 2, 128, 256, 512, 1000)
@@ -64,9 +65,9 @@ def plain_step(name, c, row):
                 now += at(c.attention_split.hit_us, layer)
                 now = max(now, arrived) + at(c.attention_split.miss_us, layer)
             else:
+                now = max(now, arrived) + at(c.attention_us, layer)
                 if name == "prefetch":
                     h2d.post(now, at(c.speculation.fixed_us, layer), at(c.speculation.bytes_us, layer))
-                now = max(now, arrived) + at(c.attention_us, layer)
             now += at(c.gemm_us, layer)
     return max(now + c.tail_us[row], h2d.end, d2h.end)
 
@@ -139,7 +140,8 @@ def test_two_batch_with_an_empty_half_is_fused_kv(random_costs):
 
 
 def test_a_guess_delays_the_next_fetch_and_holds_the_step_to_its_end_by_hand():
-    """Fetch 10, guess 30, compute 5 + 5, twice: the second fetch queues until 40, its guess until 80."""
+    """Twice fetch 10, attention 5, rest 5 with a guess of 30 from its attention on: 15-45, so the second fetch runs
+    45-55, its attention to 60, its rest to 65, its guess to 90."""
     guess = np.array([[30.0, 30.0]])
     whole = np.zeros((1, 2), np.int64)
     costs = dataclasses.replace(
@@ -147,8 +149,8 @@ def test_a_guess_delays_the_next_fetch_and_holds_the_step_to_its_end_by_hand():
         speculation=Speculation(np.zeros((1, 2)), guess, whole, whole),
     )
     for times in both("prefetch", costs):
-        assert times.h2d_exposed_us == pytest.approx([10 + 30 + (80 - 60)])
-        assert times.step_us == pytest.approx([80.0])
+        assert times.h2d_exposed_us == pytest.approx([10 + (55 - 20) + (90 - 65)])
+        assert times.step_us == pytest.approx([90.0])
 
 
 @ALL
@@ -247,17 +249,25 @@ def test_one_sequence_has_no_second_half():
 
 
 def test_halves_of_a_recorded_table_follow_its_sequences(make_table):
-    """3 sequences: the first two are one half. Only the third misses, so A waits for nothing."""
+    """3 sequences: the first is one half, and the only one that misses: 3 blocks for each of 2 heads."""
     misses = np.zeros((3, 4, 2, 2), dtype=int)
-    misses[2] = 3
+    misses[0] = 3
     sparse = SparseConfig(topk=8, window_size=128, select_blocks=2)
     table = make_table(misses)
 
-    def fetch_us(schedule):
+    first = first_half_of(table)
+    assert first.misses.tolist() == [[6, 6]] * 4
+    assert first.n_sequences.tolist() == [1] * 4
+    rest = second_half(table.per_layer_step(), first)
+    assert not rest.misses.any()
+    assert rest.n_sequences.tolist() == [2] * 4
+    assert (first.context_tokens + rest.context_tokens == table.per_layer_step().context_tokens).all()
+
+    def outcome(schedule):
         found = simulate(table, model_shape=SHAPE, sparse=sparse, hardware="ideal", h2d_gbps=10.0, schedule=schedule)
         return found.h2d_bytes_total, found.step_time_us
 
-    assert fetch_us("two_batch") == pytest.approx(fetch_us("fused_kv"))  # nothing else takes time, the bytes are equal
+    assert outcome("two_batch") == pytest.approx(outcome("fused_kv"))  # nothing else takes time, the bytes are equal
 
 
 def test_guesses_spare_at_most_their_share_and_never_in_a_cold_step():
