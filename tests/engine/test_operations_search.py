@@ -31,14 +31,29 @@ OPERATION = st.one_of(
     hot=st.sampled_from([(None, None), (5, "exact"), (6, "lru"), (8, "beta"), (11, "lru")]),
     chunk=st.integers(1, 40),
     max_batch=st.integers(1, 4),
+    offload=st.booleans(),
 )
 def test_every_sequence_equals_its_oracle(
-    operations: list[tuple], method: str, hot: tuple[int | None, str | None], chunk: int, max_batch: int
+    operations: list[tuple],
+    method: str,
+    hot: tuple[int | None, str | None],
+    chunk: int,
+    max_batch: int,
+    offload: bool,
 ) -> None:
     model = tiny_model(9)
-    slots, policy = hot if method != "full" else (None, None)
+    offload = offload and method != "full"
+    slots, policy = hot if offload else (None, None)
     engine = Engine(
-        model, FINE, method=method, slots=slots, policy=policy, prefill_chunk=chunk, max_batch=max_batch, poison=NAN
+        model,
+        FINE,
+        method=method,
+        offload=offload,
+        slots=slots,
+        policy=policy,
+        prefill_chunk=chunk,
+        max_batch=max_batch,
+        poison=NAN,
     )
     watch = Watch(engine)
     texts: dict[int, list[int]] = {}  # the tokens that each sequence must run through, forced where it generates
