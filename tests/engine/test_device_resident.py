@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from nosa_sys.engine import prefill as prefill_module
+from nosa_sys.engine.block_stream import consecutive_runs
 from nosa_sys.engine.engine import Engine
 from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.prefill import PrefillCost, PrefillOutput, PrefillRunner, prefill_logits
+from nosa_sys.errors import NumericsError
 from nosa_sys.methods import get_method
 from tests.engine.checks import assert_rows_match
 from tests.engine.helpers import METHODS, NAN, SMALL, TINY, Row, Watch, random_tokens, tiny_model
@@ -117,3 +123,32 @@ def test_a_kept_context_reads_nothing_back_and_stores_the_same(offload: bool) ->
     for name in ("blocks", "partial", "betas", "key_means", "beta_means"):
         for mine, theirs in zip(getattr(one, name), getattr(other, name), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad_layer", [0, 1])
+def test_reports_of_a_gpu_name_layer_position_head_and_block(monkeypatch: pytest.MonkeyPatch, bad_layer: int) -> None:
+    """As the kernels report: int32 [sparse query, kv_head], -1 where all is well; seen once a chunk."""
+    calls, plain = [], prefill_module.queue_selection
+
+    def reporting(q: torch.Tensor, *rest: object) -> tuple:
+        reports = torch.full((3, 2), -1, dtype=torch.int32)
+        if len(calls) == 2 + bad_layer:  # of the second chunk, positions 40 .. 79
+            reports[1, 1] = 4
+        calls.append(len(q))
+        return plain(q, *rest)[0], reports
+
+    monkeypatch.setattr(prefill_module, "queue_selection", reporting)
+    place = (
+        rf"layer {bad_layer}, prefill, row = position: NaN in the pooled stage-1 score of row 78, KV head 1, block 4"
+    )
+    with pytest.raises(NumericsError, match=place):
+        prefill(True, True, 40)
+    assert calls == [40] * 4
+
+
+@given(pages=st.lists(st.integers(0, 12), unique=True, max_size=12))
+def test_runs_of_pages_cover_them_in_order_and_are_as_long_as_can_be(pages: list[int]) -> None:
+    runs = list(consecutive_runs(pages))
+    assert [page + i for page, _, n in runs for i in range(n)] == pages
+    assert [start for _, start, _ in runs] == [sum(n for *_, n in runs[:i]) for i in range(len(runs))]
+    assert all(a + n != b for (a, _, n), (b, *_) in pairwise(runs))
