@@ -72,11 +72,15 @@ def raise_selection_errors(errors: Tensor, *, first_row: int = 0, where: str = "
     if len(found) == 0:
         return
     row, head = found[0].tolist()
-    code = int(errors[row, head])
+    raise NumericsError(describe_error(int(errors[row, head]), f"{where}row {first_row + row}, KV head {head}"))
+
+
+def describe_error(code: int, where: str) -> str:
+    """What an error code >= 0 of a selection kernel says."""
     name = "beta" if code & BETA_ERROR else "stage-1 score"
-    raise NumericsError(
-        f"NaN in the pooled {name} of {where}row {first_row + row}, KV head {head}, block {code & (BETA_ERROR - 1)}; "
-        "no order exists: look for infinite or NaN weights and activations before this layer"
+    return (
+        f"NaN in the pooled {name} of {where}, block {code & (BETA_ERROR - 1)}; no order exists: "
+        "look for infinite or NaN weights and activations before this layer"
     )
 
 
@@ -84,6 +88,7 @@ __all__ = [
     "BETA_ERROR",
     "Selection",
     "StepSelection",
+    "describe_error",
     "raise_selection_errors",
     "score_and_select",
     "select_blocks",

@@ -55,8 +55,9 @@ def score_and_select(
     pooled_scores = pool_windows(scores, n_windows, n_blocks, cfg)
     pooled_betas = pool_windows(beta_means, n_windows, n_blocks, cfg)
     errors = _first_errors(pooled_scores, pooled_betas, counts, cfg, method)
-    clean = [values.nan_to_num(nan=0.0, neginf=-torch.inf) for values in (pooled_scores, pooled_betas)]
-    chosen = select_blocks(*clean, counts, cfg, method)
+    scores_in = pooled_scores.nan_to_num(nan=0.0, neginf=-torch.inf)
+    betas_in = pooled_betas.nan_to_num(nan=0.0, neginf=-torch.inf)
+    chosen = select_blocks(scores_in, betas_in, counts, cfg, method)
     kept = (pooled_scores, pooled_betas) if keep_pooled else (None, None)
     return StepSelection(chosen.block_ids.contiguous(), chosen.origins, chosen.counts, errors, scores, *kept)
 

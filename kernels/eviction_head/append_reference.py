@@ -42,11 +42,11 @@ class TokenContext:
 
 @dataclass(frozen=True)
 class CurrentBlocks:
-    """Where the token's K, V and beta go: slots [slot_row, 2, block, head_dim], slot_betas [slot_row, block], and
-    rows int64 [row, kv_head], the slot row of each current block (-1: nothing is written)."""
+    """Where the token's K, V and beta go: slots [slot_row, 2, block, head_dim], slot_betas [slot_row, block] (None: not
+    kept), and rows int64 [row, kv_head], the slot row of each current block (-1: nothing is written)."""
 
     slots: Tensor
-    slot_betas: Tensor
+    slot_betas: Tensor | None
     rows: Tensor
 
 
@@ -101,7 +101,8 @@ def place_token(k: Tensor, v: Tensor, beta: Tensor, positions: Tensor, current: 
     rows, offset = current.rows[real], offset[real]
     current.slots[rows, 0, offset] = k[real]
     current.slots[rows, 1, offset] = v[real]
-    current.slot_betas[rows, offset] = beta[real].to(current.slot_betas.dtype)
+    if current.slot_betas is not None:
+        current.slot_betas[rows, offset] = beta[real].to(current.slot_betas.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

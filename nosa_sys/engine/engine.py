@@ -8,25 +8,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
 from torch import Tensor
 
-from nosa_sys.engine.decode import DecodeRunner
+from nosa_sys.engine.describe import count_step, settings, summary, trace_meta
+from nosa_sys.engine.injection import Injection
 from nosa_sys.engine.memory import Memory
-from nosa_sys.engine.metrics import RunMetrics, StepCount
+from nosa_sys.engine.metrics import RunMetrics
+from nosa_sys.engine.pinned import PinnedArena
 from nosa_sys.engine.plan import StepBatch, StepPlan, make_batch
 from nosa_sys.engine.policies import get_policy
 from nosa_sys.engine.prefill import PrefillRunner
+from nosa_sys.engine.record_level import RECORD_NOTHING, RECORD_SCORES, RECORD_SELECTIONS
 from nosa_sys.engine.recorder import Recorder
-from nosa_sys.engine.sampling import SamplingParams, sample
-from nosa_sys.engine.schedules import get_schedule
+from nosa_sys.engine.runner import NOT_FINITE, StepResult
+from nosa_sys.engine.sampling import Draws, SamplingParams, draw_rows
 from nosa_sys.engine.sequence import Request, SequenceState, TokenEvent, prompt_sha256
 from nosa_sys.engine.sequence import Sequence as LiveSequence
-from nosa_sys.errors import CapacityError, ConfigError, NosaError, NumericsError
+from nosa_sys.engine.setup import make_runner, resolve_slots
+from nosa_sys.errors import ConfigError, NosaError, NumericsError
 from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
-from nosa_sys.traces.schema import SequenceInfo, TraceMeta
+from nosa_sys.traces.schema import SequenceInfo
 
 GREEDY = SamplingParams()
 
@@ -45,6 +48,15 @@ class Engine:
         prefill_chunk: prompt tokens per prefill pass.
         record_scores: keep stage-1 scores and beta means in the trace, for replay under other budgets.
         on_prefill: called with the number of prompt tokens of each finished prefill chunk, for progress bars.
+        offload: finished blocks live in host memory; default for every method but full, which keeps all on the device.
+        runner: graph (CUDA graphs; the default there), kernels (the same launches, not captured), or eager (reference
+            operations one by one; the default on a CPU, and the unfused baseline on CUDA).
+        arena: pinned host memory to take the block pool from; default: pinned as needed.
+        injection: sets of blocks that take the place of the model's selections; needs max_batch sequences.
+        inspect: keep each step's selections in ``last_plan`` and its ``last_logits``; no step then runs ahead.
+        timed: clock marks at phase borders, so that plans carry phase times; each mark costs 1 to 2 us.
+        skip_fetch, fetch_only: leave out copies, or everything but them: for measurements, tokens mean nothing.
+        n_prefetch: guesses a head of schedule prefetch; default all spare slots.
         poison: value (NaN in tests) put into all memory that holds nothing, so that reading it shows.
 
     Raises ConfigError for unknown names, CapacityError for fewer slots than k.
@@ -77,14 +89,24 @@ class Engine:
         record_scores: bool = False,
         poison: float | None = None,
         on_prefill: Callable[[int], None] | None = None,
+        offload: bool | None = None,
+        runner: str | None = None,
+        arena: PinnedArena | None = None,
+        injection: Injection | None = None,
+        inspect: bool = False,
+        timed: bool = False,
+        skip_fetch: bool = False,
+        fetch_only: bool = False,
+        n_prefetch: int | None = None,
     ) -> None:
         self.model, self.sparse = model, sparse
         self.method = get_method(method)
         self.method.check(sparse)
-        self.slots = _resolve_slots(slots, sparse, self.method.dense)
+        self.offload = not self.method.dense if offload is None else offload
+        self.slots = resolve_slots(slots, sparse, offload=self.offload)
         if policy is None:
             policy = "exact" if self.slots <= sparse.topk else "lru"
-        self.policy, self.schedule = get_policy(policy), get_schedule(schedule)
+        self.policy = get_policy(policy)
         for name, value in (("prefill_chunk", prefill_chunk), ("max_batch", max_batch)):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be >= 1")
@@ -92,24 +114,50 @@ class Engine:
             raise ConfigError(f"host_memory_bytes={host_memory_bytes} must be >= 1; leave it out for no limit")
         if host_kv_dtype not in (None, model.shape.dtype):
             raise ConfigError(f"host_kv_dtype={host_kv_dtype!r} must equal the model's dtype {model.shape.dtype!r}")
-        self.max_batch = max_batch
+        if injection is not None and (record_scores or max_batch != len(injection.contexts)):
+            raise ConfigError(
+                f"injected selections are for a batch of {len(injection.contexts)} without scores; "
+                f"max_batch={max_batch}, record_scores={record_scores} do not go with them"
+            )
+        self.max_batch, self.injection = max_batch, injection
         self.memory = Memory(
             model,
             sparse,
             self.method,
             n_slots=self.slots,
-            offload=not self.method.dense,
+            offload=self.offload,
             host_memory_bytes=host_memory_bytes,
+            arena=arena,
             poison=poison,
         )
         self._prefill = PrefillRunner(model, self.memory, prefill_chunk, on_prefill)
-        self._decode = DecodeRunner(model, self.memory, self.policy, self.schedule, record_scores=record_scores)
+        record = RECORD_SCORES if record_scores else RECORD_SELECTIONS if recorder or inspect else RECORD_NOTHING
+        self.runner_name = runner or ("graph" if model.device.type == "cuda" else "eager")
+        self.schedule = schedule
+        self._runner = make_runner(
+            self.runner_name,
+            model,
+            self.memory,
+            self.policy,
+            schedule,
+            record=record,
+            max_lanes=max_batch,
+            injection=injection,
+            inspect=inspect,
+            timed=timed,
+            skip_fetch=skip_fetch,
+            fetch_only=fetch_only,
+            n_prefetch=n_prefetch,
+        )
+        self._whole_life = self.runner_name == "graph"
         self._record_scores = record_scores
         self._waiting: deque[LiveSequence] = deque()
         self._running: list[LiveSequence] = []
+        self._in_flight: deque[tuple[StepBatch, list[LiveSequence], Draws | None]] = deque()
+        self._ready: list[TokenEvent] = []
         self._free_lanes = list(range(max_batch))
-        self._next_id = self._next_step = 0
-        self._torn = False
+        self._next_id = self._next_step = self.longest_tokens = 0
+        self._torn = self.has_synthetic = False
         self._step_end_s: float | None = None
         self._metrics = RunMetrics(self.memory.block_bytes)
         self.outputs: dict[int, list[int]] = {}
@@ -117,7 +165,7 @@ class Engine:
         self.last_logits: Tensor | None = None
         self._recorder = recorder
         if recorder is not None:
-            recorder.start(self._trace_meta(), self.method.dense)
+            recorder.start(trace_meta(self), self.method.dense)
 
     # ---- asking for work
     def add(
@@ -151,6 +199,19 @@ class Engine:
         request = Request(len(prompt), max_new_tokens, sampling, frozenset(eos_ids), forced)
         return self._enqueue(LiveSequence(self._next_id, request, prompt, sampling.generator()))
 
+    def fill_synthetic(self, contexts: Sequence[int], *, seed: int = 0, max_new_tokens: int = 1) -> list[int]:
+        """Queue sequences of so many random tokens each, whose KV is random too: nothing is prefilled, so that shapes
+        whose prefill would take hours can be timed; ``summary`` says so. Returns their ids."""
+        self.has_synthetic = True
+        ids = []
+        for index, context in enumerate(contexts):
+            first = seed + index
+            ids.append(
+                self.add([t % self.model.shape.vocab_size for t in range(first, first + context)], max_new_tokens)
+            )
+            self._waiting[-1].synthetic_seed = first
+        return ids
+
     def _enqueue(self, sequence: LiveSequence) -> int:
         sequence.reserved_pages = self.memory.pages_for(sequence.max_stored_tokens)
         self.memory.pool.refuse_oversized(sequence.reserved_pages)
@@ -163,14 +224,16 @@ class Engine:
     def cancel(self, sequence_id: int) -> None:
         """Drop a waiting or running sequence; its tokens so far stay in ``outputs``. ConfigError if it is neither."""
         sequence = self._find(sequence_id)
+        self._drain()
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        else:
+        elif sequence in self._running:
             self._leave(sequence)
 
     def save(self, sequence_id: int) -> SequenceState:
         """Copy a waiting or running sequence with its KV; it goes on itself. ConfigError if it is neither."""
         sequence = self._find(sequence_id)
+        self._drain()
         kv = sequence.restored
         if sequence.lane >= 0:
             kv = self.memory.save(sequence.lane, sequence.pages, sequence.n_cached)
@@ -179,7 +242,7 @@ class Engine:
             tokens=tuple(sequence.tokens),
             n_generated=sequence.n_generated,
             generator_state=copy.deepcopy(dict(sequence.generator.bit_generator.state)),
-            settings=self._settings(),
+            settings=settings(self),
             kv=kv,
         )
 
@@ -188,7 +251,7 @@ class Engine:
 
         ConfigError when the model or the selection settings differ (slots and policy may).
         """
-        mine = self._settings()
+        mine = settings(self)
         for name, value in state.settings.items():
             if mine[name] != value:
                 raise ConfigError(
@@ -204,7 +267,7 @@ class Engine:
     # ---- running
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._running)
+        return not (self._waiting or self._running or self._ready)
 
     def stream(self) -> Iterator[TokenEvent]:
         """Step until nothing is left to do, yielding tokens as they come."""
@@ -220,28 +283,42 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Admit what fits, then decode one token of each running sequence; their events in admission order.
 
-        After a NumericsError the named sequence can be cancelled and the others go on. Anything else that stops a
-        step half-way (an interrupt, a full disk) may leave blocks marked resident that never arrived: later calls
-        raise NosaError.
+        Where the runner looks ahead, the next step is on its way already when this one's tokens are returned. After a
+        NumericsError the named sequence can be cancelled and the others go on. Anything else that stops a step
+        half-way (an interrupt, a full disk) may leave blocks marked resident that never arrived: later calls raise
+        NosaError.
         """
         if self._torn:
             raise NosaError("an earlier step was stopped half-way; save the sequences and resume them in a new engine")
-        n_joined = self._admit()
-        if not self._running:
-            return []
-        if n_joined or self._step_end_s is None:
-            self._step_end_s = time.perf_counter()
+        if not self._in_flight:
+            n_joined = self._admit()
+            if not self._running:
+                return self._take_ready()
+            if n_joined or self._step_end_s is None:
+                self._step_end_s = time.perf_counter()
         self._torn = True
         try:
-            events = self._decode_batch(self._running)
+            if not self._in_flight:
+                self._launch()
+            if self._next_is_certain():
+                self._launch()
+            events = self._finish()
         except NumericsError:
             self._torn = False
             raise
         self._torn = False
+        return [*self._take_ready(), *events]
+
+    def _take_ready(self) -> list[TokenEvent]:
+        """Events of steps that ended outside ``step``."""
+        events, self._ready = self._ready, []
         return events
 
-    def _decode_batch(self, batch: list[LiveSequence]) -> list[TokenEvent]:
+    def _launch(self) -> None:
+        """Start a step of all running sequences, behind those in flight."""
+        batch = list(self._running)
         self._make_room(batch)
+        self.longest_tokens = max(self.longest_tokens, *(s.n_cached + 1 for s in batch))
         rows = make_batch(
             self._next_step,
             [s.id for s in batch],
@@ -250,23 +327,53 @@ class Engine:
             [s.cold for s in batch],
             self.sparse,
             self.method,
-            offload=self.memory.offload,
+            offload=self.offload,
         )
-        logits, plan = self._decode.step(rows, [s.tokens[s.n_cached] for s in batch])
-        self._refuse_nan(logits, rows)
-        sampled = sample(logits, [s.request.sampling for s in batch], [s.generator for s in batch])
-        now = time.perf_counter()
+        draws = draw_rows([s.request.sampling for s in batch], [s.draw for s in batch])
+        try:
+            self._runner.launch(rows, [s.token_at(s.n_cached) for s in batch], draws)
+        except NumericsError:
+            for sequence, uniform in zip(batch, draws.uniform if draws else (), strict=False):
+                sequence.put_back(uniform)
+            raise
         self._next_step += 1
-        self.last_plan, self.last_logits = plan, logits
-        # from the end of the step before: what recording and the caller did in between is part of the rate
-        self._metrics.step(_count(plan), now - (self._step_end_s or now))
-        self._step_end_s = now
-        if self._recorder is not None:
-            self._recorder.on_step(plan)
-        events = []
-        for sequence, token in zip(list(batch), sampled, strict=True):
+        for sequence in batch:
             sequence.n_cached += 1
             sequence.cold = False
+        self._in_flight.append((rows, batch, draws))
+
+    def _next_is_certain(self) -> bool:
+        """Whether the step after the one in flight can be told already: nobody joins and nobody leaves before it."""
+        if not self._runner.looks_ahead or (self._waiting and self._free_lanes):
+            return False
+        return not any(s.may_end_next for s in self._running)
+
+    def _drain(self) -> None:
+        """Finish the steps in flight; their events come with the next ``step``."""
+        while self._in_flight:
+            self._ready += self._finish()
+
+    def _finish(self) -> list[TokenEvent]:
+        """Collect the oldest step in flight and account for it."""
+        rows, batch, draws = self._in_flight[0]
+        result = self._runner.collect()
+        self._in_flight.popleft()
+        if result.failures:
+            raise self._failed(rows, batch, draws, result)
+        return self._account(batch, result.tokens, result.plan, result.logits)
+
+    def _account(
+        self, batch: list[LiveSequence], tokens: list[int], plan: StepPlan, logits: Tensor | None
+    ) -> list[TokenEvent]:
+        now = time.perf_counter()
+        self.last_plan, self.last_logits = plan, logits
+        # from the end of the step before: what recording and the caller did in between is part of the rate
+        self._metrics.step(count_step(plan), now - (self._step_end_s or now))
+        self._step_end_s = now
+        if self._recorder is not None:
+            self._recorder.on_step(plan, self._runner.last_spans)
+        events = []
+        for sequence, token in zip(batch, tokens, strict=True):
             event = sequence.accept(token)
             self.outputs[sequence.id].append(event.token)
             self._metrics.token(sequence.id, now)
@@ -277,10 +384,38 @@ class Engine:
             self._step_end_s = None
         return events
 
+    def _failed(
+        self, rows: StepBatch, batch: list[LiveSequence], draws: Draws | None, result: StepResult
+    ) -> NumericsError:
+        """Account for the rows that are sound, their events coming with the next ``step``, and put the others back to
+        before this step."""
+        steps = [(rows, batch, result)]
+        steps += [(*step[:2], self._runner.collect()) for step in self._in_flight]
+        self._in_flight.clear()
+        bad = {batch[row].id for row in result.failures}
+        for _, sequences, found in steps:
+            sound = [row for row, s in enumerate(sequences) if s.id not in bad and row not in found.failures]
+            if sound:
+                tokens = [found.tokens[row] for row in sound]
+                self._ready += self._account([sequences[row] for row in sound], tokens, found.plan.subset(sound), None)
+        for row in result.failures:
+            batch[row].n_cached, batch[row].cold = rows.positions[row], rows.cold[row]
+            if draws is not None:
+                batch[row].put_back(draws.uniform[row])
+        row, reason = min(result.failures.items())
+        if reason == NOT_FINITE:
+            reason += "; look for infinite or NaN weights and activations"
+        return NumericsError(
+            f"sequence {rows.sequences[row]} at position {rows.positions[row]}, step {rows.step}: {reason}; "
+            "cancel it to go on"
+        )
+
     def _admit(self) -> int:
         """First come, first served: the head of the queue waits for a lane and for its host pages. How many joined.
 
         A sequence whose prefill fails stays at the head of the queue."""
+        if self._whole_life and self._waiting and self._free_lanes:
+            self._make_room_for_life()
         n_joined = 0
         while self._waiting and self._free_lanes:
             sequence = self._waiting[0]
@@ -305,12 +440,16 @@ class Engine:
         memory, lane, n_tokens = self.memory, sequence.lane, sequence.n_prefill
         memory.ensure(lane + 1, n_tokens + 1)
         memory.clear_lane(lane, [])
-        sequence.pages = memory.pool.allocate(memory.pages_for(n_tokens))
+        sequence.pages = memory.pool.allocate(
+            sequence.reserved_pages if self._whole_life else memory.pages_for(n_tokens)
+        )
         memory.add_pages(lane, 0, sequence.pages)
         cost = None
         if sequence.restored is not None:
             memory.restore(lane, sequence.pages, sequence.restored)
             sequence.restored = None
+        elif sequence.synthetic_seed is not None:
+            memory.fill_synthetic(lane, sequence.pages, n_tokens, sequence.synthetic_seed)
         elif n_tokens:
             cost = self._prefill.run(sequence.tokens[:n_tokens], lane, sequence.pages)
             time_s = sum(cost.time_us) / 1e6
@@ -324,6 +463,14 @@ class Engine:
                 n_windows = self.sparse.n_windows(n_tokens)
                 means = [layer[lane, :, :n_windows] for layer in memory.context.beta_means]
             self._recorder.on_start_sequence(info, cost, means)
+
+    def _make_room_for_life(self) -> None:
+        """Storage of all that can join now, to the end of their lives: a graph's memory should not move under it."""
+        joining = list(self._waiting)[: len(self._free_lanes)]
+        pool = self.memory.pool
+        n_pages = pool.pages_in_use + sum(s.reserved_pages for s in joining)
+        pool.preallocate(n_pages if pool.limit_pages is None else min(n_pages, pool.limit_pages))
+        self.memory.ensure(self.max_batch, max(s.max_stored_tokens for s in joining), exact=True)
 
     def _make_room(self, batch: list[LiveSequence]) -> None:
         """Grow storage for this step's tokens, and give a host page to each block that they fill."""
@@ -355,93 +502,6 @@ class Engine:
                 return sequence
         raise ConfigError(f"sequence {sequence_id} is neither waiting nor running (finished, cancelled or never added)")
 
-    def _refuse_nan(self, logits: Tensor, rows: StepBatch) -> None:
-        broken = ~logits.amax(dim=-1).isfinite()
-        if broken.any():
-            row = int(broken.nonzero()[0])
-            raise NumericsError(
-                f"NaN or infinite logits for sequence {rows.sequences[row]} at position {rows.positions[row]}; "
-                "look for infinite or NaN weights and activations"
-            )
-
-    # ---- describing
-    def _settings(self) -> dict[str, object]:
-        return {
-            "model": self.model.shape,
-            "head": self.model.head,
-            "sparse": self.sparse,
-            "method": self.method.name,
-        }
-
-    def _trace_meta(self) -> TraceMeta:
-        return TraceMeta(
-            model=self.model.shape,
-            sparse=self.sparse,
-            method=self.method.name,
-            head=self.model.head,
-            schedule=self.schedule.name,
-            slots=self.slots,
-            policy=self.policy.name,
-            kv_dtype=self.model.shape.dtype,
-            host_kv_dtype=self.model.shape.dtype,
-            device=self.model.device.type,
-        )
-
     def summary(self) -> dict[str, object]:
         """Settings, memory in bytes, exact traffic in blocks and bytes, and rates (see metrics.py)."""
-        figures = self._metrics.summary()
-        notes = []
-        if figures["n_rows"] and not figures["sparse_step_share"] and not self.method.dense:
-            notes.append(
-                f"no step was sparse: every context had at most k = {self.sparse.topk} blocks "
-                f"({self.sparse.topk_tokens} tokens), so attention was dense"
-            )
-        longest, trained = self.memory.longest_tokens, self.model.config.max_positions
-        if longest > trained:
-            notes.append(f"contexts reached {longest} tokens; the model was made for {trained}: expect poor text")
-        return {
-            "method": self.method.name,
-            "schedule": self.schedule.name,
-            "policy": self.policy.name,
-            "slots": self.memory.n_slots,
-            "topk_blocks": self.sparse.topk,
-            "topk_tokens": self.sparse.topk_tokens,
-            "block_bytes": self.memory.block_bytes,
-            "device_slot_bytes": self.memory.device_kv_bytes,
-            "device_context_bytes": self.memory.context.allocated_bytes,
-            "host_pool_bytes": self.memory.host_pool_bytes,
-            **figures,
-            "notes": notes,
-        }
-
-
-def _resolve_slots(slots: int | None, sparse: SparseConfig, dense: bool) -> int:
-    if dense:
-        if slots is not None:
-            raise ConfigError(f"slots={slots}: method full keeps every block on the device; leave slots out")
-        return 1
-    if slots is None:
-        return sparse.topk
-    if slots < sparse.topk:
-        raise CapacityError(
-            f"slots={slots} cannot hold the {sparse.topk} blocks that one step attends to; "
-            f"give at least topk={sparse.topk} slots, or lower topk"
-        )
-    return slots
-
-
-def _count(plan: StepPlan) -> StepCount:
-    rows, (n_layers, _, n_heads) = plan.batch, plan.n_misses.shape
-    misses = plan.n_misses.sum(axis=(0, 2), dtype=np.int64)
-    selected = np.minimum(rows.blocks, rows.dense_blocks) * (n_layers * n_heads)
-    cold = np.array(rows.cold)
-    return StepCount(
-        n_rows=rows.size,
-        n_cold_rows=int(cold.sum()),
-        n_sparse_rows=sum(n > rows.dense_blocks for n in rows.blocks),
-        n_selected=int(selected.sum()),
-        n_misses=int(misses.sum()),
-        cold_selected=int(selected[cold].sum()),
-        cold_misses=int(misses[cold].sum()),
-        n_filled_heads=rows.n_written_back * n_layers * n_heads,
-    )
+        return summary(self, self._metrics.summary())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,14 @@ class StepBatch:
     @property
     def size(self) -> int:
         return len(self.sequences)
+
+    def subset(self, rows: Sequence[int]) -> StepBatch:
+        """The same step of some of its rows."""
+        lists = ("sequences", "lanes", "positions", "cold", "blocks", "windows", "born", "filled")
+        chosen: dict[str, Any] = {name: [getattr(self, name)[row] for row in rows] for name in lists}
+        done = [i for i, row in enumerate(rows) if row in self.windows_done]
+        written = sum(chosen["filled"]) if self.n_written_back else 0
+        return dataclasses.replace(self, **chosen, windows_done=done, n_written_back=written)
 
 
 def make_batch(
@@ -156,9 +165,10 @@ class StepPlan:
     """A whole step as the recorder sees it, on the host; ``time_us`` is its wall time, sampling left out.
 
     ``n_misses`` int [layer, batch, kv_head]; ``block_ids`` int32 and ``origins`` int8 [layer, batch, kv_head, k], -1
-    padded, and ``counts`` int [batch] blocks selected (None unless they are recorded); ``window_scores`` float32 [layer,
-    batch, kv_head, window] and ``new_beta_means`` [layer, rows of windows_done, kv_head] where scores are recorded;
-    ``phase_us``: each phase's time a layer, float [layer]; ``prefetch_loads`` and ``wasted_loads`` int [layer].
+    padded, and ``counts`` int [batch] blocks selected (None unless they are recorded); where scores are recorded
+    ``window_scores`` float32 [layer, batch, kv_head, window] and ``new_beta_means`` [layer, rows of windows_done,
+    kv_head]; ``phase_us``: each phase's time a layer, float [layer]; ``prefetch_loads`` and ``wasted_loads`` int
+    [layer].
     """
 
     batch: StepBatch
@@ -172,6 +182,25 @@ class StepPlan:
     phase_us: dict[str, NDArray[np.float64]] | None = None
     prefetch_loads: NDArray[np.int64] | None = None
     wasted_loads: NDArray[np.int64] | None = None
+
+    def subset(self, rows: Sequence[int]) -> StepPlan:
+        """The plan of some of the rows; times and speculation stay those of the whole step."""
+
+        def by_row(values: NDArray[Any] | None) -> NDArray[Any] | None:
+            return None if values is None else values[:, list(rows)]
+
+        done = [i for i, row in enumerate(self.batch.windows_done) if row in rows]
+        means = self.new_beta_means
+        return dataclasses.replace(
+            self,
+            batch=self.batch.subset(rows),
+            n_misses=self.n_misses[:, list(rows)],
+            block_ids=by_row(self.block_ids),
+            origins=by_row(self.origins),
+            counts=None if self.counts is None else self.counts[list(rows)],
+            window_scores=by_row(self.window_scores),
+            new_beta_means=None if means is None else means[:, done],
+        )
 
 
 def collect_layers(batch: StepBatch, layers: Sequence[LayerPlan], time_us: float) -> StepPlan:

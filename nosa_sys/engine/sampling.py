@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,29 +42,48 @@ class SamplingParams:
         return np.random.Generator(np.random.PCG64(self.seed))
 
 
-def sample(logits: Tensor, params: list[SamplingParams], generators: list[np.random.Generator]) -> list[int]:
-    """Next token of each row of ``logits`` [batch, vocab]; draws one number from each non-greedy row's generator.
+@dataclass(frozen=True)
+class Draws:
+    """How each row draws its token: temperature (0: greedy), top_p, and one uniform number of its generator."""
 
-    The nucleus is the shortest prefix of the tokens by (probability desc, id asc) whose mass reaches top_p.
+    temperature: list[float]
+    top_p: list[float]
+    uniform: list[float]
+
+
+def draw_rows(params: list[SamplingParams], draws: list[Callable[[], float]]) -> Draws | None:
+    """One number for each non-greedy row, out of its own ``draws``; None when every row is greedy."""
+    if all(p.greedy for p in params):
+        return None
+    return Draws(
+        [p.temperature for p in params],
+        [p.top_p for p in params],
+        [0.0 if p.greedy else number() for p, number in zip(params, draws, strict=True)],
+    )
+
+
+def sample(logits: Tensor, draws: Draws | None) -> list[int]:
+    """Next token of each row of ``logits`` [batch, vocab]; see ``sample_rows``."""
+    if draws is None:
+        return logits.argmax(dim=-1).tolist()
+    values = [torch.tensor(v, dtype=torch.float64) for v in (draws.temperature, draws.top_p, draws.uniform)]
+    return sample_rows(logits.cpu(), *values).tolist()
+
+
+def sample_rows(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens int64 [row] of ``logits`` [row, vocab]; temperature 0 takes the best, the others float64 [row].
+
+    The nucleus is the shortest prefix of the tokens by (probability desc, id asc) whose mass reaches top_p. No data is
+    looked at: a graph can hold it.
     """
-    tokens = logits.argmax(dim=-1).tolist()
-    drawn = [row for row, p in enumerate(params) if not p.greedy]
-    if drawn:
-        uniform = [generators[row].random() for row in drawn]
-        picked = _sample_nucleus(
-            logits[drawn],
-            torch.tensor([params[row].temperature for row in drawn], dtype=torch.float64),
-            torch.tensor([params[row].top_p for row in drawn], dtype=torch.float64),
-            torch.tensor(uniform, dtype=torch.float64),
-        )
-        for row, token in zip(drawn, picked.tolist(), strict=True):
-            tokens[row] = token
-    return tokens
+    greedy = temperature == 0
+    drawn = _sample_nucleus(logits, torch.where(greedy, 1.0, temperature), top_p, uniform)
+    return torch.where(greedy, logits.argmax(dim=-1), drawn)
 
 
 def _sample_nucleus(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF draw inside each row's nucleus; logits [rows, vocab], the others float64 [rows]."""
-    logits = logits.to("cpu", torch.float64)
+    logits = logits.to(torch.float64)
     peak = logits.max(dim=-1, keepdim=True).values  # taken off first: a tiny temperature must not overflow
     scaled = (logits - peak) / temperature[:, None]
     probabilities, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)

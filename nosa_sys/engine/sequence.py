@@ -87,6 +87,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     reserved_pages: int = 0
     restored: SavedKV | None = None
+    synthetic_seed: int | None = None
+    _unused_draw: float | None = None
 
     @property
     def n_prefill(self) -> int:
@@ -97,6 +99,28 @@ class Sequence:
     def max_stored_tokens(self) -> int:
         """KV rows at the end of the sequence's life: the last new token is never consumed."""
         return len(self.tokens) + self.request.max_new_tokens - self.n_generated - 1
+
+    def token_at(self, position: int) -> int:
+        """The token to consume at ``position``; -1: the one that the step in flight will sample."""
+        if position < len(self.tokens):
+            return self.tokens[position]
+        forced = self.request.force_tokens
+        return forced[self.n_generated] if self.n_generated < len(forced) else -1
+
+    @property
+    def may_end_next(self) -> bool:
+        """Whether the next token could be the last one."""
+        sampled = self.n_generated >= len(self.request.force_tokens)
+        return self.n_generated + 1 >= self.request.max_new_tokens or (sampled and bool(self.request.eos_ids))
+
+    def draw(self) -> float:
+        """The next uniform number of the sequence's own generator."""
+        value, self._unused_draw = self._unused_draw, None
+        return self.generator.random() if value is None else value
+
+    def put_back(self, value: float) -> None:
+        """Undo a draw whose step failed."""
+        self._unused_draw = value
 
     def accept(self, sampled: int) -> TokenEvent:
         """Take the next token (a forced one where there is one) and say whether the sequence ends with it."""

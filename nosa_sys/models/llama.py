@@ -35,7 +35,8 @@ class LlamaModel:
     """A Llama model whose layers also give beta per token and KV head (arXiv 2510.13602).
 
     The caller owns the KV cache and the attention: a layer is ``attention_inputs`` -> ``rope`` -> attention over
-    whatever was selected -> ``attention_output``. Attributes: ``config``, ``shape``, ``dtype``, ``device``,
+    whatever was selected -> ``attention_output``. Attributes: ``config``, ``shape``, ``dtype``, ``device``, ``layers``,
+    ``embedding`` and ``lm_head`` [vocab, hidden], ``final_norm`` [hidden], ``rope_frequencies`` [head_dim / 2],
     ``head`` (ed_dma | dma | none), ``n_layers``. A and delta stay fp32 (fp64 in an fp64 model) in every dtype.
 
     ``tensors`` are named as in a checkpoint (see ``weights.py``); with head none, A and delta are not needed.
@@ -61,10 +62,10 @@ class LlamaModel:
         self.dtype: torch.dtype = getattr(torch, config.shape.dtype)
         self.acc_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.n_layers = config.shape.n_layers
-        self._scales = inverse_frequencies(config, self.acc_dtype, self.device)
-        self._embedding = self._take(tensors[EMBEDDING])
-        self._final_norm = self._take(tensors[FINAL_NORM])
-        self._lm_head = self._embedding if config.shape.tied_embedding else self._take(tensors[LM_HEAD])
+        self.rope_frequencies = inverse_frequencies(config, self.acc_dtype, self.device)
+        self.embedding = self._take(tensors[EMBEDDING])
+        self.final_norm = self._take(tensors[FINAL_NORM])
+        self.lm_head = self.embedding if config.shape.tied_embedding else self._take(tensors[LM_HEAD])
         self.layers = [self._layer(layer, tensors) for layer in range(self.n_layers)]
 
     def _take(self, tensor: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class LlamaModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding: tokens [T] integer -> [T, hidden]. Ids must lie in [0, vocab)."""
-        return F.embedding(tokens.to(self.device), self._embedding)
+        return F.embedding(tokens.to(self.device), self.embedding)
 
     def attention_inputs(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [T, hidden] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], beta [T, Hkv] (acc dtype).
@@ -112,7 +113,7 @@ class LlamaModel:
 
     def rope(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate q [T, Hq, D] and k [T, Hkv, D] to their absolute positions [T] (tokens from the start, 0-based)."""
-        angles = positions.to(self.device, self.acc_dtype)[:, None, None] * self._scales
+        angles = positions.to(self.device, self.acc_dtype)[:, None, None] * self.rope_frequencies
         cos, sin = angles.cos(), angles.sin()
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
@@ -125,7 +126,7 @@ class LlamaModel:
 
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and output matrix: x [T, hidden] -> [T, vocab] in the model's dtype."""
-        return F.linear(self._norm(x, self._final_norm), self._lm_head)
+        return F.linear(self._norm(x, self.final_norm), self.lm_head)
 
     def dense_logits(self, tokens: Tensor) -> Tensor:
         """Plain causal attention over the whole of tokens [T], beta ignored: [T, vocab].

@@ -78,8 +78,8 @@ def run_oracle(
         gate_up = rms_norm(x, w["n2"], model.config.rms_norm_eps) @ w["gate_up"].T
         gate, up = np.split(gate_up, 2, axis=-1)
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"].T
-    head = model._lm_head.double().numpy()
-    logits = rms_norm(x, model._final_norm.double().numpy(), model.config.rms_norm_eps) @ head.T
+    head = model.lm_head.double().numpy()
+    logits = rms_norm(x, model.final_norm.double().numpy(), model.config.rms_norm_eps) @ head.T
     return OracleRun(logits, selected, pooled, scores_of)
 
 

@@ -267,7 +267,7 @@ def test_case_30_slots_below_one_steps_need_are_refused() -> None:
     engine = Engine(model, SMALL, slots=5, policy="lru", poison=NAN)
     engine.add(random_tokens(200, 0), 20)
     engine.run()
-    with pytest.raises(ConfigError, match="full keeps every block"):
+    with pytest.raises(ConfigError, match="every block stays on the device"):
         Engine(model, SMALL, method="full", slots=64)
 
 

@@ -22,10 +22,10 @@ PROMPT = [t if t != BAD_TOKEN else 8 for t in random_tokens(110, 1)]
 def model_with_a_bad_token() -> LlamaModel:
     """Its embedding of BAD_TOKEN is NaN; the lm_head never proposes it."""
     model = tiny_model(5)
-    model._embedding = model._embedding.clone()
-    model._embedding[BAD_TOKEN] = math.nan
-    model._lm_head = model._lm_head.clone()
-    model._lm_head[BAD_TOKEN] = 0.0
+    model.embedding = model.embedding.clone()
+    model.embedding[BAD_TOKEN] = math.nan
+    model.lm_head = model.lm_head.clone()
+    model.lm_head[BAD_TOKEN] = 0.0
     return model
 
 
@@ -113,7 +113,7 @@ def test_an_engine_stopped_half_way_through_a_step_refuses_to_go_on(monkeypatch:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_without_an_order_are_refused(value: float, temperature: float) -> None:
     model = tiny_model(5)
-    model._final_norm = torch.full_like(model._final_norm, value)
+    model.final_norm = torch.full_like(model.final_norm, value)
     engine = Engine(model, SMALL)
     engine.add([1, 2], 5, sampling=SamplingParams(temperature=temperature))
     with pytest.raises(NumericsError, match="sequence 0 at position 1"):

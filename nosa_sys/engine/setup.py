@@ -1,0 +1,102 @@
+"""From an engine's arguments to its parts: slot count, runner, fetch path."""
+
+from __future__ import annotations
+
+from nosa_sys.engine.decode import DecodeRunner
+from nosa_sys.engine.injection import Injection
+from nosa_sys.engine.memory import Memory
+from nosa_sys.engine.policies import Policy
+from nosa_sys.engine.record_level import RECORD_SCORES
+from nosa_sys.engine.runner import EagerRunner, StepRunner
+from nosa_sys.engine.schedules import get_schedule
+from nosa_sys.errors import CapacityError, ConfigError
+from nosa_sys.models.llama import LlamaModel
+from nosa_sys.sparse_config import SparseConfig
+
+RUNNERS = ("graph", "kernels", "eager")
+
+
+def resolve_slots(slots: int | None, sparse: SparseConfig, *, offload: bool) -> int:
+    """Device slots of a head; a method whose KV stays on the device has none to choose (1 is then a place-holder)."""
+    if not offload:
+        if slots is not None:
+            raise ConfigError(f"slots={slots}: without offloading every block stays on the device; leave slots out")
+        return 1
+    if slots is None:
+        return sparse.topk
+    if slots < sparse.topk:
+        raise CapacityError(
+            f"slots={slots} cannot hold the {sparse.topk} blocks that one step attends to; "
+            f"give at least topk={sparse.topk} slots, or lower topk"
+        )
+    return slots
+
+
+def make_runner(
+    name: str,
+    model: LlamaModel,
+    memory: Memory,
+    policy: Policy,
+    schedule: str,
+    *,
+    record: int,
+    max_lanes: int,
+    injection: Injection | None,
+    inspect: bool,
+    timed: bool,
+    skip_fetch: bool,
+    fetch_only: bool,
+    n_prefetch: int | None,
+) -> StepRunner:
+    """The runner that ``name`` asks for. ConfigError for what it cannot do."""
+    if name not in RUNNERS:
+        raise ConfigError(f"unknown runner {name!r}; known: {', '.join(RUNNERS)}")
+    if name == "graph" and model.device.type != "cuda":
+        raise ConfigError("runner='graph' needs a CUDA device; use 'eager' or 'kernels'")
+    if name == "eager":
+        asked = {"timed": timed, "skip_fetch": skip_fetch, "fetch_only": fetch_only, "injection": injection is not None}
+        if refused := [option for option, given in asked.items() if given]:
+            raise ConfigError(f"the eager runner has no {refused[0]}; use runner='graph' or 'kernels'")
+        return EagerRunner(
+            DecodeRunner(model, memory, policy, get_schedule(schedule), record_scores=record == RECORD_SCORES)
+        )
+    from nosa_sys.engine.cuda.fetch_choice import fetch_paths
+    from nosa_sys.engine.cuda.runner import GraphRunner
+    from nosa_sys.engine.cuda.schedules import get_step_schedule
+    from nosa_sys.engine.cuda.spec import StepOptions
+
+    chosen = get_step_schedule(schedule)
+    n_spare = memory.n_slots - memory.cfg.topk
+    guesses = 0
+    if chosen.speculates:
+        guesses = n_spare if n_prefetch is None else n_prefetch
+        if not (memory.offload and policy.ranks_by_use and 1 <= guesses <= n_spare):
+            raise ConfigError(
+                f"schedule {schedule} needs offloading, policy lru and 1 <= n_prefetch={guesses} <= spare slots "
+                f"(slots - topk = {n_spare}); raise slots"
+            )
+    elif n_prefetch:
+        raise ConfigError(f"n_prefetch={n_prefetch}: schedule {schedule} does not speculate; use schedule prefetch")
+    if fetch_only and injection is None:
+        raise ConfigError("fetch_only needs injected selections: without attention nothing tells what to select")
+    alone, beside = fetch_paths(model.device)
+    options = StepOptions(
+        alone=alone,
+        beside=beside,
+        record=record,
+        skip_fetch=skip_fetch,
+        fetch_only=fetch_only,
+        timed=timed,
+        n_prefetch=guesses,
+    )
+    return GraphRunner(
+        model,
+        memory,
+        policy,
+        chosen,
+        options,
+        max_lanes=max_lanes,
+        capture=name == "graph",
+        injection=injection,
+        inspect=inspect,
+    )
