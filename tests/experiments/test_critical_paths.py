@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nosa_sys.experiments.critical_paths import CRITICAL_PATHS, Parts, prefetch_path, serial_path, split_merge_path, two_batch_path
+from nosa_sys.experiments.critical_paths import (
+    CRITICAL_PATHS,
+    Parts,
+    prefetch_path,
+    serial_path,
+    split_merge_path,
+    two_batch_path,
+)
 
 
 def test_case_27_serial_adds_up_and_overhead_is_added_once() -> None:

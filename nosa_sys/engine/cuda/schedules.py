@@ -43,18 +43,9 @@ def planned(part: LanePart, streams: Streams, layer: int) -> Mark:
     part.select(layer)
     mark = streams.mark()
     if part.offload and not part.spec.options.fetch_only:
-        with streams.d2h():
-            streams.wait(mark)
+        with streams.d2h(mark):
             part.write_back(layer)
     return mark
-
-
-def join(streams: Streams) -> None:
-    """Compute goes on when both side streams have ended."""
-    for side in (streams.h2d, streams.d2h):
-        with side():
-            mark = streams.mark()
-        streams.wait(mark)
 
 
 class Serial(StepSchedule):
@@ -70,7 +61,7 @@ class Serial(StepSchedule):
                 planned(part, streams, layer)
                 part.fetch(layer, options.alone, halves=self.halves)
                 part.finish(layer, part.attend(layer)[0])
-        join(streams)
+        streams.join()
         return ()
 
 
@@ -99,7 +90,7 @@ class SplitMerge(StepSchedule):
                 hits = part.attend(layer, "hits")
                 streams.wait(arrived)
                 part.finish(layer, part.merge(layer, hits, part.attend(layer, "misses")))
-        join(streams)
+        streams.join()
         return ()
 
 
@@ -119,7 +110,7 @@ class TwoBatch(StepSchedule):
                 if layer + 1 < n_layers:
                     mark = planned(part, streams, layer + 1)
                     arrived[index] = fetched(part, streams, layer + 1, options, mark)
-        join(streams)
+        streams.join()
         return ()
 
 
@@ -139,19 +130,17 @@ class Prefetch(StepSchedule):
                 streams.wait(arrived)
                 attention = part.attend(layer)[0]
                 mark = streams.mark()
-                with streams.h2d():
+                with streams.h2d(mark):
                     # behind attention: a guess may take the slot of a block that was selected before, never now
-                    streams.wait(mark)
                     guess.bring(layer)
                 part.finish(layer, attention)
-        join(streams)
+        streams.join()
         return _sums(parts, guesses)
 
 
 def fetched(part: LanePart, streams: Streams, layer: int, options: StepOptions, plan: Mark) -> Mark:
     """Fetch on the host-to-device stream, behind ``plan``; returns where it ends."""
-    with streams.h2d():
-        streams.wait(plan)
+    with streams.h2d(plan):
         part.fetch(layer, options.beside)
         return streams.mark()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,18 +19,32 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self._forked: set[torch.cuda.Stream] = set()
         if self._on_gpu:
             # copies first: their few CTAs should not queue behind a compute kernel that fills every SM
             self._h2d = torch.cuda.Stream(device, priority=-1)
             self._d2h = torch.cuda.Stream(device, priority=-1)
 
-    def h2d(self) -> AbstractContextManager[object]:
-        """Work inside goes to the host-to-device stream."""
-        return torch.cuda.stream(self._h2d) if self._on_gpu else contextlib.nullcontext()
+    def h2d(self, after: Mark) -> AbstractContextManager[object]:
+        """Work inside goes to the host-to-device stream, behind ``after``."""
+        return self._side(self._h2d, after) if self._on_gpu else contextlib.nullcontext()
 
-    def d2h(self) -> AbstractContextManager[object]:
-        """Work inside goes to the device-to-host stream."""
-        return torch.cuda.stream(self._d2h) if self._on_gpu else contextlib.nullcontext()
+    def d2h(self, after: Mark) -> AbstractContextManager[object]:
+        """Work inside goes to the device-to-host stream, behind ``after``."""
+        return self._side(self._d2h, after) if self._on_gpu else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _side(self, stream: torch.cuda.Stream, after: Mark) -> Iterator[None]:
+        self._forked.add(stream)
+        with torch.cuda.stream(stream):
+            self.wait(after)
+            yield
+
+    def join(self) -> None:
+        """The current stream goes on when the side streams that were used have ended."""
+        for stream in self._forked:
+            torch.cuda.current_stream().wait_stream(stream)
+        self._forked.clear()
 
     def mark(self) -> Mark:
         """A point of the stream that is current."""
