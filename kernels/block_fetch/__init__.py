@@ -48,15 +48,21 @@ def write_back(
     host_rows: Tensor,
     count: Tensor | None = None,
     *,
+    order: Tensor | None = None,
     path: CopyPath = "uva",
     n_ctas: int | None = None,
 ) -> None:
-    """host[host_rows[i]] = slots[slot_rows[i]] for i < count; otherwise as ``fetch_blocks``."""
+    """host[host_rows[i]] = slots[slot_rows[i]] for i < count, or for the first ``count`` entries i of ``order`` (path
+    uva only, integer [n]); otherwise as ``fetch_blocks``."""
     _check_path(path, "kv")
+    if order is not None and path != "uva":
+        raise ConfigError(f"path={path!r} takes a list in its own order; leave order out or use path='uva'")
     if slots.is_cuda:
-        _copy(slots, host, slot_rows, host_rows, count, "kv", path, ("slot", "host"), n_ctas)
-    else:
-        reference.write_back(slots, host, _listed(slot_rows, count), host_rows)
+        _copy(slots, host, slot_rows, host_rows, count, "kv", path, ("slot", "host"), n_ctas, order)
+        return
+    if order is not None:
+        slot_rows, host_rows = slot_rows[order.long()], host_rows[order.long()]
+    reference.write_back(slots, host, _listed(slot_rows, count), host_rows)
 
 
 def _check_path(path: str, part: str) -> None:
@@ -76,6 +82,7 @@ def _copy(
     path: CopyPath,
     names: tuple[str, str],
     n_ctas: int | None,
+    order: Tensor | None = None,
 ) -> None:
     if path == "bulk":
         from nosa_sys.kernels.block_fetch.bulk import DEFAULT_BULK_CTAS, bulk_copy_runs
@@ -85,7 +92,7 @@ def _copy(
         from nosa_sys.kernels.block_fetch.triton import DEFAULT_CTAS, copy_runs
 
         ctas = n_ctas or DEFAULT_CTAS
-        copy_runs(source, target, source_rows, target_rows, count, part=part, names=names, n_ctas=ctas)
+        copy_runs(source, target, source_rows, target_rows, count, order=order, part=part, names=names, n_ctas=ctas)
 
 
 def _listed(rows: Tensor, count: Tensor | None) -> Tensor:

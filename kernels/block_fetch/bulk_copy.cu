@@ -202,6 +202,20 @@ extern "C" int launch_bulk_copy(const void* source, void* target, const int64_t*
             run_bytes,
             chunk_bytes,
             static_cast<int>((run_bytes + chunk_bytes - 1) / chunk_bytes)};
-  bulk_copy_kernel<<<n_ctas, 32, shared_bytes, static_cast<cudaStream_t>(stream)>>>(runs, count, n_stages);
-  return cudaGetLastError();
+  // One cluster where the number allows it: its CTAs then share a GPC, and the SMs that are left to compute stay in
+  // pairs. Scattered, each of these CTAs (it fills an SM's shared memory) also breaks up a pair that a clustered GEMM
+  // needs, and the GEMM takes a second wave.
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = n_ctas == 2 || n_ctas == 4 || n_ctas == 8 ? n_ctas : 1;
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(n_ctas);
+  config.blockDim = dim3(32);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, bulk_copy_kernel, runs, count, n_stages);
 }

@@ -28,6 +28,17 @@ _WORD_BYTES = 4
 _RUN_ALIGNMENT_BYTES = 16
 
 
+@triton.jit
+def _row_numbers(source_rows, target_rows, order, pair, n_pairs):
+    """Where the pair's block comes from and goes to; -1 past the list."""
+    listed = pair < n_pairs
+    entry = pair
+    if order is not None:
+        entry = tl.load(order + pair, mask=listed, other=0)
+    source_row = tl.load(source_rows + entry, mask=listed, other=-1)
+    return source_row, tl.load(target_rows + entry, mask=listed, other=-1)
+
+
 # Counts of several layers may lie side by side: their alignment must not make variants, nor list lengths.
 @triton.jit(do_not_specialize=["n_pairs", "n_source_rows", "n_target_rows"], do_not_specialize_on_alignment=["count"])
 def copy_runs_kernel(
@@ -36,6 +47,7 @@ def copy_runs_kernel(
     source_rows,
     target_rows,
     count,
+    order,
     n_pairs,
     n_source_rows,
     n_target_rows,
@@ -45,7 +57,8 @@ def copy_runs_kernel(
     CHUNK_WORDS: tl.constexpr,
     CHUNKS_PER_TILE: tl.constexpr,
 ):
-    """target[target_rows[i]] = source[source_rows[i]] for i below count; a row outside its pool skips its pair.
+    """target[target_rows[i]] = source[source_rows[i]] for i below count; a row outside its pool skips its pair. With
+    ``order``, i is order[0], order[1] and so on.
 
     Rows lie PITCH_WORDS apart; of each, RUN_WORDS from START_WORDS on are copied."""
     CHUNKS_PER_RUN: tl.constexpr = (RUN_WORDS + CHUNK_WORDS - 1) // CHUNK_WORDS
@@ -55,9 +68,7 @@ def copy_runs_kernel(
     # Row numbers of the next tile are always on their way while this tile's data crosses the link; the first ones
     # do not wait for the count either.
     pair = chunk // CHUNKS_PER_RUN
-    listed = pair < n_pairs
-    source_row = tl.load(source_rows + pair, mask=listed, other=-1)
-    target_row = tl.load(target_rows + pair, mask=listed, other=-1)
+    source_row, target_row = _row_numbers(source_rows, target_rows, order, pair, n_pairs)
     n = n_pairs
     if count is not None:
         n = tl.minimum(tl.load(count), n_pairs)
@@ -75,9 +86,7 @@ def copy_runs_kernel(
         data = tl.load(source + (from_row[:, None] + word), mask=inside, cache_modifier=".cg")
         chunk += step
         pair = chunk // CHUNKS_PER_RUN
-        listed = pair < n_pairs
-        source_row = tl.load(source_rows + pair, mask=listed, other=-1)
-        target_row = tl.load(target_rows + pair, mask=listed, other=-1)
+        source_row, target_row = _row_numbers(source_rows, target_rows, order, pair, n_pairs)
         tl.store(target + (to_row[:, None] + word), data, mask=inside)
 
 
@@ -146,6 +155,7 @@ def copy_runs(
     target_rows: Tensor,
     count: Tensor | None = None,
     *,
+    order: Tensor | None = None,
     part: Part = "kv",
     names: tuple[str, str] = ("source", "target"),
     n_ctas: int = DEFAULT_CTAS,
@@ -157,7 +167,8 @@ def copy_runs(
 
     source and target [row, 2, block, head_dim], each on the device or in pinned host memory; source_rows and
     target_rows int64 [n] and count int32 [1] on the device (None: all n). Pairs with a row outside its pool (-1 by
-    convention) are skipped. ``part`` k or v moves that half of each block alone. Raises ConfigError for pools that do
+    convention) are skipped. ``order`` [n] integer: pairs are taken in that order, so that a short count can stand for
+    pairs that lie apart. ``part`` k or v moves that half of each block alone. Raises ConfigError for pools that do
     not match or halves that no 16-byte load can end on, CapacityError for a list past 2^31 chunks.
     """
     n_pairs = source_rows.numel()
@@ -178,6 +189,7 @@ def copy_runs(
             source_rows,
             target_rows,
             count,
+            order,
             n_pairs,
             source.shape[0],
             target.shape[0],
@@ -208,6 +220,9 @@ def _aot_specs() -> list[AotSpec]:
         constants |= {"CHUNK_WORDS": size, "CHUNKS_PER_TILE": max(1, 8192 // size)}
         signature = pointers | {"count": count} | sizes | dict.fromkeys(constants, "constexpr")
         absent = {"count": None} if count == "constexpr" else {}
+        ordered = "*i64" if name == "20KiB" else "constexpr"
+        signature |= {"order": ordered}
+        absent |= {"order": None} if ordered == "constexpr" else {}
         specs.append(AotSpec(f"copy_runs-{name}", copy_runs_kernel, signature, constants | absent, 16))
     signature = {"source": "*i32", "sink": "*i32", "n_tiles": "i32", "TILE_WORDS": "constexpr"}
     specs.append(AotSpec("stream_read", stream_read_kernel, signature, {"TILE_WORDS": 8192}, 16))

@@ -17,6 +17,7 @@ def sparse_decode_attention(
     block_ids: Tensor,
     lengths: Tensor,
     page_table: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``reference.sparse_decode_attention``; the kernel has no gradient, so tensors that want one take the
     reference, and recognises equal block ids only where they are neighbours."""
@@ -25,8 +26,8 @@ def sparse_decode_attention(
     if use_triton(q, slots) and not learns:
         from nosa_sys.kernels.sparse_decode_attention import triton
 
-        return triton.sparse_decode_attention(q, slots, slot_betas, slot_rows, block_ids, lengths, page_table)
-    return reference.sparse_decode_attention(q, slots, slot_betas, slot_rows, block_ids, lengths, page_table)
+        return triton.sparse_decode_attention(q, slots, slot_betas, slot_rows, block_ids, lengths, page_table, counts)
+    return reference.sparse_decode_attention(q, slots, slot_betas, slot_rows, block_ids, lengths, page_table, counts)
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

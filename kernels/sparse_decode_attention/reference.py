@@ -23,6 +23,7 @@ def sparse_decode_attention(
     block_ids: Tensor,
     lengths: Tensor,
     page_table: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the selected blocks of each (sequence, KV head).
 
@@ -31,11 +32,15 @@ def sparse_decode_attention(
     tokens. Token ``offset`` of a block is valid when block_id * block + offset < length. A block id given twice is
     attended once. Invalid tokens and slots that are not named may hold anything, NaN included.
     With ``page_table`` int64 or int32 [batch, block] (``slot_rows`` is None then) the rows are those of pages that all
-    heads share: see ``rows_of_pages``. Exactly one of the two is given, else ConfigError.
+    heads share: see ``rows_of_pages``. Exactly one of the two is given, else ConfigError. With ``counts`` int32
+    [batch * kv_head] only so many first entries of each list are looked at.
     Returns out [batch, q_head, head_dim] in q's type and lse [batch, q_head] in float32 (float64 for float64); a row
     without a valid token gives zeros and -inf. Differentiable in q, slots and slot_betas.
     """
     slot_rows = slots_or_pages(slot_rows, page_table)
+    if counts is not None:
+        listed = torch.arange(block_ids.shape[2], device=q.device) < counts.view(block_ids.shape[:2])[..., None]
+        block_ids = torch.where(listed, block_ids, -1)
     if page_table is not None:
         slot_rows = rows_of_pages(page_table, block_ids)
     dtype = acc_dtype(q, slots)

@@ -62,6 +62,7 @@ def attend_kernel(
     betas,
     rows,
     block_ids,
+    counts,
     lengths,
     out,
     lse,
@@ -85,7 +86,8 @@ def attend_kernel(
 ):
     """kv [row, 2, BLOCK, DIM]. Slots: rows int64 and block_ids int32 [batch, kv_head, n_entries]. PAGED: rows is a
     table [batch, table_width] of pages, its rows table_pitch apart; row = page * KV_HEADS + kv_head. Its entries are
-    those that block_ids name, or, without block_ids, every block of the context (n_entries = table_width).
+    those that block_ids name, or, without block_ids, every block of the context (n_entries = table_width). With counts
+    int32 [batch, kv_head] only so many entries of block_ids are looked at.
 
     A tile holds TILE / BLOCK_PAD blocks, or the TILE-token part of one block. out [batch, q_head, SPLITS, DIM] and lse
     [batch, q_head, SPLITS], natural log. The same block id in two neighbouring entries counts once.
@@ -111,6 +113,8 @@ def attend_kernel(
     n_listed = n_entries
     if LISTED:
         ids_at = block_ids + pair * n_entries
+        if counts is not None:
+            n_listed = tl.minimum(tl.load(counts + pair), n_entries)
     else:
         n_listed = tl.minimum(tl.cdiv(length, BLOCK), n_entries)
 
@@ -240,6 +244,7 @@ def attend(
     lengths: Tensor,
     n_kv_heads: int,
     *,
+    counts: Tensor | None = None,
     splits: int | None = None,
     ctas_per_sm: int = 2,
     tile: int | None = None,
@@ -249,7 +254,8 @@ def attend(
     """Launch ``attend_kernel`` and, where the work was split, ``combine_kernel``.
 
     ``rows`` [batch, kv_head, entry] are slots, ``rows`` [batch, block] a page table; ``block_ids`` [batch, kv_head,
-    entry], None (with a page table alone): every block of the context. Returns (out [batch, q_head, head_dim], lse
+    entry], None (with a page table alone): every block of the context; ``counts`` int32 [batch, kv_head]: so many of
+    its entries, the rest is not looked at. Returns (out [batch, q_head, head_dim], lse
     float32 [batch, q_head])."""
     batch, n_q_heads, dim = q.shape
     block_size = kv.shape[2]
@@ -285,6 +291,7 @@ def attend(
             betas,
             rows,
             block_ids,
+            counts,
             lengths,
             part_out,
             part_lse,
@@ -330,11 +337,12 @@ def sparse_decode_attention(
     block_ids: Tensor,
     lengths: Tensor,
     page_table: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``reference.sparse_decode_attention``, without gradient. Of equal block ids only neighbours are recognised:
     ids come in ascending order, as the selection gives them, or distinct."""
     rows = slots_or_pages(slot_rows, page_table)
-    return attend(q, slots, slot_betas, rows, block_ids, lengths, block_ids.shape[1])
+    return attend(q, slots, slot_betas, rows, block_ids, lengths, block_ids.shape[1], counts=counts)
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -354,6 +362,7 @@ def attend_spec(dtype: str, dim: int, block: int, *, paged: bool, biased: bool, 
     constants |= {"BLOCK": block, "BLOCK_PAD": padded(block), "TILE": 32 if dtype == "fp32" else 64, "SPLITS": 2}
     constants |= {"PAGED": paged, "UPCAST": dtype == "fp32", "STAGES": 4}
     constants |= {} if biased else {"betas": None}
+    constants |= {} if dim == 96 else {"counts": None}
     constants |= {"block_ids": None} if paged and not listed else {}
     signature = {
         "q": f"*{dtype}",
@@ -361,7 +370,7 @@ def attend_spec(dtype: str, dim: int, block: int, *, paged: bool, biased: bool, 
         "betas": "*fp32",
         "rows": "*i32" if paged and not listed else "*i64",
     }
-    signature |= {"block_ids": "*i32", "lengths": "*i32", "out": "*fp32", "lse": "*fp32"}
+    signature |= {"block_ids": "*i32", "counts": "*i32", "lengths": "*i32", "out": "*fp32", "lse": "*fp32"}
     signature |= dict.fromkeys(("n_entries", "table_width", "table_pitch", "q_batch_rows"), "i32") | {
         "scale_log2": "fp32"
     }

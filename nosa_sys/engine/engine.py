@@ -24,7 +24,7 @@ from nosa_sys.engine.runner import NOT_FINITE, StepResult
 from nosa_sys.engine.sampling import Draws, SamplingParams, draw_rows
 from nosa_sys.engine.sequence import Request, SequenceState, TokenEvent, prompt_sha256
 from nosa_sys.engine.sequence import Sequence as LiveSequence
-from nosa_sys.engine.setup import make_runner, resolve_slots
+from nosa_sys.engine.setup import make_runner, resolve_schedule, resolve_slots
 from nosa_sys.errors import ConfigError, NosaError, NumericsError
 from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
@@ -42,6 +42,7 @@ class Engine:
     refused when it is added, and one that cannot fit yet waits.
 
     Args:
+        schedule: the order of fetches and attention; on CUDA auto (the default) tries them and keeps the fastest.
         slots: device blocks per (layer, sequence, KV head), the current block included; default k.
         policy: which blocks stay beyond the selection: exact (none), lru or beta; default exact where slots = k.
         host_kv_dtype: must be the model's dtype for now.
@@ -78,7 +79,7 @@ class Engine:
         sparse: SparseConfig,
         *,
         method: str = "nosa",
-        schedule: str = "serial",
+        schedule: str | None = None,
         slots: int | None = None,
         policy: str | None = None,
         host_kv_dtype: str | None = None,
@@ -133,13 +134,13 @@ class Engine:
         self._prefill = PrefillRunner(model, self.memory, prefill_chunk, on_prefill)
         record = RECORD_SCORES if record_scores else RECORD_SELECTIONS if recorder or inspect else RECORD_NOTHING
         self.runner_name = runner or ("graph" if model.device.type == "cuda" else "eager")
-        self.schedule = schedule
+        self.schedule = resolve_schedule(schedule, self.runner_name)
         self._runner = make_runner(
             self.runner_name,
             model,
             self.memory,
             self.policy,
-            schedule,
+            self.schedule,
             record=record,
             max_lanes=max_batch,
             injection=injection,

@@ -14,6 +14,8 @@ from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
 
 RUNNERS = ("graph", "kernels", "eager")
+AUTO = "auto"
+_CANDIDATES = ("fused_kv", "split_merge", "two_batch")
 
 
 def resolve_slots(slots: int | None, sparse: SparseConfig, *, offload: bool) -> int:
@@ -30,6 +32,11 @@ def resolve_slots(slots: int | None, sparse: SparseConfig, *, offload: bool) -> 
             f"give at least topk={sparse.topk} slots, or lower topk"
         )
     return slots
+
+
+def resolve_schedule(schedule: str | None, runner: str) -> str:
+    """The schedule asked for; by default the fastest one found while running, serial where nothing overlaps."""
+    return schedule or ("serial" if runner == "eager" else AUTO)
 
 
 def make_runner(
@@ -65,10 +72,13 @@ def make_runner(
     from nosa_sys.engine.cuda.schedules import get_step_schedule
     from nosa_sys.engine.cuda.spec import StepOptions
 
-    chosen = get_step_schedule(schedule)
+    names: tuple[str, ...] = (schedule,)
+    if schedule == AUTO:
+        names = _CANDIDATES if memory.offload else _CANDIDATES[:1]
+    schedules = [get_step_schedule(name) for name in names]
     n_spare = memory.n_slots - memory.cfg.topk
     guesses = 0
-    if chosen.speculates:
+    if schedules[0].speculates:
         guesses = n_spare if n_prefetch is None else n_prefetch
         if not (memory.offload and policy.ranks_by_use and 1 <= guesses <= n_spare):
             raise ConfigError(
@@ -93,7 +103,7 @@ def make_runner(
         model,
         memory,
         policy,
-        chosen,
+        schedules,
         options,
         max_lanes=max_lanes,
         capture=name == "graph",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from nosa_sys.engine.cuda.auto import ScheduleChooser
 from nosa_sys.engine.engine import Engine
 from nosa_sys.engine.sampling import SamplingParams
 from nosa_sys.errors import ConfigError, NumericsError
@@ -115,6 +116,23 @@ def test_a_nan_score_names_layer_head_and_sequence_and_the_others_go_on() -> Non
     engine.cancel(bad)
     engine.run()
     assert engine.outputs[good] == expected
+
+
+def test_auto_tries_the_schedules_and_keeps_the_fastest() -> None:
+    chooser = ScheduleChooser(("a", "b", "c"))
+    times = {"a": 3.0, "b": 1.0, "c": 2.0}
+    ran = []
+    for _ in range(40):
+        ran.append(chooser.next(4))
+        chooser.tell(ran[-1], 4, times[ran[-1]])
+    assert set(ran[:18]) == {"a", "b", "c"}
+    assert set(ran[18:]) == {"b"}
+    assert chooser.next(5) == "a"  # another batch is another question
+    model = tiny_model(3)
+    expected, eager = watched(model)
+    found, engine = fused(model, "auto")
+    assert engine.outputs == eager.outputs
+    assert_same(found, expected, misses=True)
 
 
 def test_refusals() -> None:

@@ -86,7 +86,11 @@ class LanePart:
         self.geometry = prepare_step(
             self.rows, self.positions, self.table, model.rope_frequencies, self.n_heads, self.cfg.block_size
         )
-        self.x = F.embedding(inputs.current_tokens(self.lanes), model.embedding)
+        if self.offload:
+            filled = self.geometry.write_back_rows >= 0
+            self._n_filled = filled.sum(dtype=torch.int32)[None]
+            self._filled_first = (~filled).int().argsort(stable=True)
+        self.x = model.embedding[inputs.current_tokens(self.lanes)]
         self.y: Tensor | None = None
         self.counts.zero_()
         self.selections, self.plans = [], []
@@ -167,6 +171,8 @@ class LanePart:
                 self.memory.pool.layers[layer],
                 self.plans[layer].current_rows,
                 self.geometry.write_back_rows,
+                self._n_filled,
+                order=self._filled_first,
                 n_ctas=_WRITE_BACK_CTAS,
             )
 
@@ -247,15 +253,14 @@ class LanePart:
         plan = self.plans[layer]
         shape = (self.n_rows, self.n_heads, -1)
         ids = self.selections[layer].block_ids
-        rows = plan.slot_rows
+        rows, counts = plan.slot_rows, None
         if entries == "hits":
             rows = given(plan.hit_rows)
         elif entries == "misses":
-            rows, ids = given(plan.miss_rows), given(plan.miss_ids).view(shape)
-        kv, betas = self.slots(layer)
-        return sparse_decode_attention(
-            self.q, kv, betas if self.method.uses_beta else None, rows.view(shape), ids, self.geometry.lengths
-        )
+            rows, ids, counts = given(plan.miss_rows), given(plan.miss_ids).view(shape), plan.n_loads
+        kv, slot_betas = self.slots(layer)
+        betas = slot_betas if self.method.uses_beta else None
+        return sparse_decode_attention(self.q, kv, betas, rows.view(shape), ids, self.geometry.lengths, counts=counts)
 
     def _plan(self, layer: int, ids: Tensor, pooled_betas: Tensor | None) -> SlotPlan:
         """Slots of the wanted blocks; misses go to the layer's load list."""

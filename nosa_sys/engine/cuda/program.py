@@ -64,7 +64,7 @@ class StepProgram:
         hidden = torch.cat([part.output() for part in parts]) if len(parts) > 1 else parts[0].output()
         logits = F.linear(hidden, spec.model.lm_head)
         lanes, inputs = self._inputs.lanes[: spec.n_lanes], self._inputs
-        best, tokens = logits.max(dim=-1)
+        best, tokens = best_of(logits)
         if spec.sampled:
             rows = slice(0, spec.n_lanes)
             tokens = sample_rows(logits, inputs.temperature[rows], inputs.top_p[rows], inputs.uniform[rows])
@@ -96,3 +96,13 @@ class StepProgram:
         if parts[0].selections and parts[0].keeps_scores:
             found["new_beta_means"] = self._by_lane([part.new_beta_means() for part in parts])
         return found
+
+
+def best_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest value and its place in each row [row, vocab], NaN being larger than anything; ties go to the lower place
+    among those of one device kernel's order. In two steps, since one row is too few programs for a GPU."""
+    n_rows, vocab = logits.shape
+    pieces = next(n for n in (32, 16, 8, 4, 2, 1) if vocab % n == 0)
+    best, places = logits.view(n_rows, pieces, vocab // pieces).max(dim=-1)
+    top, piece = best.max(dim=-1)
+    return top, piece * (vocab // pieces) + places.gather(1, piece[:, None])[:, 0]

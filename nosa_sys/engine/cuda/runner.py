@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nosa_sys.engine.cuda.auto import ScheduleChooser
 from nosa_sys.engine.cuda.inputs import StepInputs
 from nosa_sys.engine.cuda.marks import phases, spans
 from nosa_sys.engine.cuda.program import StepOutputs, StepProgram
@@ -48,6 +49,7 @@ Replay = Callable[[], StepOutputs]
 class _Result:
     """A step on its way to the host: ``arrays`` in pinned memory, whole when ``done`` has happened."""
 
+    schedule: str
     batch: StepBatch
     outputs: StepOutputs
     arrays: dict[str, Tensor]
@@ -58,7 +60,8 @@ class _Result:
 
 
 class GraphRunner:
-    """Runs the fused step on ``max_lanes`` lanes; ``capture`` False launches it anew at every step.
+    """Runs the fused step on ``max_lanes`` lanes; ``capture`` False launches it anew at every step. Of several
+    ``schedules`` the one that proves fastest is used.
 
     ``inspect``: results carry logits; no step then runs ahead.
     """
@@ -68,7 +71,7 @@ class GraphRunner:
         model: LlamaModel,
         memory: Memory,
         policy: Policy,
-        schedule: StepSchedule,
+        schedules: Sequence[StepSchedule],
         options: StepOptions,
         *,
         max_lanes: int,
@@ -76,7 +79,9 @@ class GraphRunner:
         injection: Injection | None = None,
         inspect: bool = False,
     ) -> None:
-        self._model, self._memory, self._policy, self._schedule = model, memory, policy, schedule
+        self._model, self._memory, self._policy = model, memory, policy
+        self._schedules = {schedule.name: schedule for schedule in schedules}
+        self._chooser = ScheduleChooser(tuple(self._schedules))
         self._options, self._injection = options, injection
         self._capture, self._inspect = capture, inspect
         self.looks_ahead = capture and not inspect
@@ -85,7 +90,7 @@ class GraphRunner:
         self._inputs = StepInputs(max_lanes, model.device)
         self._streams = Streams(model.device)
         self._results = StepResults(model.device)
-        self._graphs: dict[tuple[int, int, bool], Replay] = {}
+        self._graphs: dict[tuple[str, int, int, bool], Replay] = {}
         self._generation = memory.generation
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._in_flight: deque[_Result] = deque()
@@ -97,7 +102,8 @@ class GraphRunner:
         """Stage and start a step; nothing waits for the device unless a graph has to be captured."""
         if self._injection is not None and batch.step >= self._injection.n_steps:
             raise ConfigError(f"step {batch.step} is past the {self._injection.n_steps} injected steps; inject more")
-        replay = self._replay_of(batch, draws is not None)
+        schedule = self._chooser.next(batch.size)
+        replay = self._replay_of(schedule, batch, draws is not None)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._model.device.type == "cuda" else None
         start = time.perf_counter()
         if events:
@@ -109,7 +115,7 @@ class GraphRunner:
         arrays, done = self._results.send(self._wanted(outputs))
         begun, ended = events or (None, None)
         time_us = (time.perf_counter() - start) * 1e6
-        self._in_flight.append(_Result(batch, outputs, arrays, begun, ended, done, time_us))
+        self._in_flight.append(_Result(schedule, batch, outputs, arrays, begun, ended, done, time_us))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight and read its results."""
@@ -118,6 +124,7 @@ class GraphRunner:
             result.done.synchronize()
         if result.begun is not None and result.ended is not None:
             result.time_us = result.begun.elapsed_time(result.ended) * 1e3
+        self._chooser.tell(result.schedule, result.batch.size, result.time_us)
         lanes = np.array(result.batch.lanes)
         arrays = {name: array.numpy() for name, array in result.arrays.items()}
         plan = self._plan(result, arrays, lanes)
@@ -127,11 +134,11 @@ class GraphRunner:
         return StepResult(tokens, plan, logits, failures)
 
     # ---- graphs
-    def _replay_of(self, batch: StepBatch, sampled: bool) -> Replay:
+    def _replay_of(self, schedule: str, batch: StepBatch, sampled: bool) -> Replay:
         if self._generation != self._memory.generation:
             self._graphs.clear()
             self._generation = self._memory.generation
-        key = (self._n_lanes(batch), self._n_blocks(batch), sampled)
+        key = (schedule, self._n_lanes(batch), self._n_blocks(batch), sampled)
         if key not in self._graphs:
             if len(self._graphs) >= _MAX_GRAPHS:
                 self._graphs.pop(next(iter(self._graphs)))
@@ -147,8 +154,8 @@ class GraphRunner:
     def _n_blocks(self, batch: StepBatch) -> int:
         return min(-(-batch.max_blocks // _BLOCK_STEP) * _BLOCK_STEP, self._memory.context.n_blocks)
 
-    def _program(self, n_lanes: int, n_blocks: int, sampled: bool) -> StepProgram:
-        cfg = self._memory.cfg
+    def _program(self, schedule: str, n_lanes: int, n_blocks: int, sampled: bool) -> StepProgram:
+        cfg, chosen = self._memory.cfg, self._schedules[schedule]
         spec = StepSpec(
             model=self._model,
             memory=self._memory,
@@ -159,9 +166,9 @@ class GraphRunner:
             n_blocks=n_blocks,
             n_windows=min(n_blocks * cfg.windows_per_block, self._memory.context.n_windows),
             sampled=sampled,
-            splits_attention=self._schedule.splits_attention,
+            splits_attention=chosen.splits_attention,
         )
-        return StepProgram(spec, self._schedule, self._inputs, self._streams)
+        return StepProgram(spec, chosen, self._inputs, self._streams)
 
     @torch.inference_mode()
     def _capture_step(self, program: StepProgram) -> Replay:
