@@ -167,6 +167,7 @@ def segment_figures(bench: Workbench, cell: DecodeCell, log: StepLog, first: int
     sequences = log.summary["sequences"]
     ttft = [s["ttft_ms"] for s in sequences if s["ttft_ms"] is not None] if cell.prompts else []
     return {
+        "schedule_in_use": log.summary["schedule_in_use"],
         "tokens_per_s": batch * n / wall_s,
         "tokens_per_s_per_sequence": n / wall_s,
         "step_ms_mean": float(step_ms.mean()),

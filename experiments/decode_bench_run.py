@@ -166,7 +166,7 @@ class Workbench:
             log.n_filled.append(plan.batch.n_written_back)
             log.prefetch_loads.append(0 if plan.prefetch_loads is None else int(plan.prefetch_loads.sum()))
             log.wasted_loads.append(0 if plan.wasted_loads is None else int(plan.wasted_loads.sum()))
-            log.phase_us.append({k: float(v.sum()) for k, v in (plan.phase_us or {}).items()})
+            log.phase_us.append({k.removesuffix("_us"): float(v.sum()) for k, v in (plan.phase_us or {}).items()})
         log.summary = engine.summary()
         cold_ms = log.summary["cold_step_ms"]
         log.cold_ms = cold_ms if isinstance(cold_ms, float) else None

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--shape", choices=tuple(SCALES), default="nosa-8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--schedule", default="two_batch", help="for stages that do not compare schedules")
+    parser.add_argument("--schedule", default="auto", help="for stages that do not compare schedules")
     parser.add_argument("--slot-factor", type=float, default=1.25, help="slots / k of the hot-buffer variants")
     parser.add_argument("--arena-gib", type=float, default=100.0, help="pinned host memory; 0 for none")
     parser.add_argument("--trace", action="append", default=[], metavar="METHOD=DIRECTORY")

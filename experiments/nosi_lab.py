@@ -132,7 +132,7 @@ class Lab:
 
 def line(row: dict[str, Any]) -> str:
     """One row on one line."""
-    names = ("stage", "what", "method", "schedule", "segment", "variant", "batch", "context", "slots")
+    names = ("stage", "what", "method", "schedule_in_use", "segment", "variant", "batch", "context", "slots")
     head = " ".join(f"{row[n]}" for n in names if row.get(n) not in (None, ""))
     if row.get("skipped"):
         return f"{head}  skipped: {row['skipped']}"

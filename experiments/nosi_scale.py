@@ -28,6 +28,7 @@ class Scale:
     schedule_steps: int
     few_steps: int
     warmup: int
+    schedule_warmup: int
     misses: tuple[float, ...]
     nosa_misses: float
     infllmv2_misses: float
@@ -49,9 +50,10 @@ FULL = Scale(
     batch=64,
     full_batch=16,
     steps=256,
-    schedule_steps=128,
+    schedule_steps=96,
     few_steps=48,
-    warmup=8,
+    warmup=24,
+    schedule_warmup=6,
     misses=(0.5, 2, 4, 8, 15),
     nosa_misses=3.9,
     infllmv2_misses=7.3,
@@ -78,6 +80,7 @@ TINY = Scale(
     schedule_steps=3,
     few_steps=2,
     warmup=1,
+    schedule_warmup=1,
     misses=(0.5, 2),
     nosa_misses=1.0,
     infllmv2_misses=2.0,

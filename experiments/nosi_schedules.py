@@ -24,7 +24,7 @@ def schedules(lab: Lab) -> None:
     """Rows of all schedules x miss rates; compute, transfer and phases are measured in the same run of this script."""
     scale = lab.scale
     contexts = [scale.contexts[0]] * scale.batch
-    segments = [Segment(f"{m:g} misses", scale.warmup, scale.schedule_steps) for m in scale.misses]
+    segments = [Segment(f"{m:g} misses", scale.schedule_warmup, scale.schedule_steps) for m in scale.misses]
     short = [Segment(s.name, min(_PART_WARMUP, s.warmup), min(_PART_STEPS, s.steps)) for s in segments]
     plain = DecodeCell(
         scale.sparse,

@@ -63,6 +63,7 @@ def summary(engine: Engine, figures: dict[str, Any]) -> dict[str, object]:
     return {
         "method": engine.method.name,
         "schedule": engine.schedule,
+        "schedule_in_use": engine.schedule_in_use,
         "runner": engine.runner_name,
         "offload": engine.offload,
         "policy": engine.policy.name,

@@ -90,6 +90,8 @@ class LanePart:
             filled = self.geometry.write_back_rows >= 0
             self._n_filled = filled.sum(dtype=torch.int32)[None]
             self._filled_first = (~filled).int().argsort(stable=True)
+        if self.spec.injection is not None:
+            self._injected = self.of_this_step(self.spec.injection.ids_table)
         self.x = model.embedding[inputs.current_tokens(self.lanes)]
         self.y: Tensor | None = None
         self.counts.zero_()
@@ -104,7 +106,7 @@ class LanePart:
         """Everything up to the plan: projections, the token's append, selection, slots and load list."""
         self.marks.set(self.index, layer, LAYER_START)
         if self.spec.options.fetch_only:
-            self._plan(layer, self.injected(layer, given(self.spec.injection).ids_table), None)
+            self._plan(layer, self._injected[layer], None)
             return
         model, weights, g = self.model, self.model.layers[layer], self.geometry
         self.x, h = add_norm(self.x, self.y, weights.attention_norm, model.config.rms_norm_eps)
@@ -136,7 +138,7 @@ class LanePart:
                 keep_pooled=self.keeps_pooled,
             )
             if self.spec.injection is not None:
-                selection = selection._replace(block_ids=self.injected(layer, self.spec.injection.ids_table))
+                selection = selection._replace(block_ids=self._injected[layer])
             self.selections.append(selection)
             if self.offload:
                 plan = self._plan(layer, selection.block_ids, selection.pooled_betas)
@@ -212,9 +214,9 @@ class LanePart:
             self.y = F.linear(silu_mul(F.linear(h, weights.gate_up)), weights.down)
         self.marks.set(self.index, layer, LAYER_END)
 
-    def injected(self, layer: int, table: Tensor) -> Tensor:
-        """This step's blocks out of a table [step, layer, lane, kv_head, ...]."""
-        return table[:, layer, self.lanes].index_select(0, self.inputs.step)[0]
+    def of_this_step(self, table: Tensor) -> Tensor:
+        """This step's part of a table [step, layer, lane, ...]: [layer, row, ...], one launch for all layers."""
+        return table[:, :, self.lanes].index_select(0, self.inputs.step)[0]
 
     def by_head(self, values: Tensor) -> Tensor:
         """[row, kv_head] out of one value for each (row, KV head)."""

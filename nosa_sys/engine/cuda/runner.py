@@ -97,6 +97,11 @@ class GraphRunner:
         self.n_captures = 0
         self.last_spans: list[Mark] = []
 
+    @property
+    def schedule_in_use(self) -> str:
+        """The schedule that steps run under, of those that were to be tried the one that proved fastest."""
+        return self._chooser.chosen
+
     # ---- running
     def launch(self, batch: StepBatch, tokens: list[int], draws: Draws | None) -> None:
         """Stage and start a step; nothing waits for the device unless a graph has to be captured."""

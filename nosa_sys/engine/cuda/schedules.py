@@ -181,7 +181,9 @@ class Guesses:
         """Selected blocks and guesses, int32 [row, kv_head, k + n]."""
         part = self._part
         if part.spec.injection is not None:
-            return part.injected(layer, given(part.spec.injection.guess_table))
+            if not self._kept:
+                self._injected = part.of_this_step(given(part.spec.injection.guess_table))
+            return self._injected[layer]
         selection = part.selections[layer]
         scores, betas = given(selection.pooled_scores), given(selection.pooled_betas)
         lengths = part.geometry.lengths
