@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nosa_sys.engine.metrics import StepCount
 from nosa_sys.engine.plan import StepPlan
+from nosa_sys.errors import ConfigError
 from nosa_sys.traces.schema import TraceMeta
 
 if TYPE_CHECKING:
@@ -23,6 +25,14 @@ def settings(engine: Engine) -> dict[str, object]:
         "sparse": engine.sparse,
         "method": engine.method.name,
     }
+
+
+def check_settings(engine: Engine, saved: Mapping[str, object]) -> None:
+    """ConfigError where a saved sequence was made under other settings."""
+    mine = settings(engine)
+    for name, value in saved.items():
+        if mine[name] != value:
+            raise ConfigError(f"the saved sequence has {name}={value}, this engine {mine[name]}; use equal settings")
 
 
 def trace_meta(engine: Engine) -> TraceMeta:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from nosa_sys.engine.describe import count_step, settings, summary, trace_meta
+from nosa_sys.engine.describe import check_settings, count_step, settings, summary, trace_meta
 from nosa_sys.engine.injection import Injection
 from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.metrics import RunMetrics
@@ -22,14 +21,13 @@ from nosa_sys.engine.record_level import RECORD_NOTHING, RECORD_SCORES, RECORD_S
 from nosa_sys.engine.recorder import Recorder
 from nosa_sys.engine.runner import NOT_FINITE, StepResult
 from nosa_sys.engine.sampling import Draws, SamplingParams, draw_rows
-from nosa_sys.engine.sequence import Request, SequenceState, TokenEvent, prompt_sha256
 from nosa_sys.engine.sequence import Sequence as LiveSequence
-from nosa_sys.engine.setup import make_runner, resolve_schedule, resolve_slots
+from nosa_sys.engine.sequence import SequenceState, TokenEvent, make_request
+from nosa_sys.engine.setup import check_injection, check_sizes, make_runner, resolve_schedule, resolve_slots
 from nosa_sys.errors import ConfigError, NosaError, NumericsError
 from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
-from nosa_sys.traces.schema import SequenceInfo
 
 GREEDY = SamplingParams()
 
@@ -108,18 +106,11 @@ class Engine:
         if policy is None:
             policy = "exact" if self.slots <= sparse.topk else "lru"
         self.policy = get_policy(policy)
-        for name, value in (("prefill_chunk", prefill_chunk), ("max_batch", max_batch)):
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be >= 1")
-        if host_memory_bytes is not None and host_memory_bytes < 1:
-            raise ConfigError(f"host_memory_bytes={host_memory_bytes} must be >= 1; leave it out for no limit")
+        check_sizes(prefill_chunk=prefill_chunk, max_batch=max_batch, host_memory_bytes=host_memory_bytes)
         if host_kv_dtype not in (None, model.shape.dtype):
             raise ConfigError(f"host_kv_dtype={host_kv_dtype!r} must equal the model's dtype {model.shape.dtype!r}")
-        if injection is not None and (record_scores or max_batch != len(injection.contexts)):
-            raise ConfigError(
-                f"injected selections are for a batch of {len(injection.contexts)} without scores; "
-                f"max_batch={max_batch}, record_scores={record_scores} do not go with them"
-            )
+        if injection is not None:
+            check_injection(injection, max_batch=max_batch, record_scores=record_scores)
         self.max_batch, self.injection = max_batch, injection
         self.memory = Memory(
             model,
@@ -182,23 +173,10 @@ class Engine:
         ``force_tokens`` replace the first new tokens, whatever the model says. Raises ConfigError for ids outside the
         vocabulary or an empty prompt, CapacityError when host_memory_bytes can never hold the sequence.
         """
-        try:
-            prompt = [operator.index(t) for t in prompt]
-            forced = tuple(operator.index(t) for t in (() if force_tokens is None else force_tokens))
-        except TypeError:
-            raise ConfigError("prompt and force_tokens must be token ids, whole numbers") from None
-        if not prompt:
-            raise ConfigError("the prompt is empty; give at least one token (a BOS token will do)")
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={max_new_tokens} must be >= 1")
-        for name, tokens in (("prompt", prompt), ("force_tokens", forced)):
-            bad = [t for t in tokens if not 0 <= t < self.model.shape.vocab_size]
-            if bad:
-                raise ConfigError(
-                    f"{name}: token {bad[0]} is outside the vocabulary 0..{self.model.shape.vocab_size - 1}"
-                )
-        request = Request(len(prompt), max_new_tokens, sampling, frozenset(eos_ids), forced)
-        return self._enqueue(LiveSequence(self._next_id, request, prompt, sampling.generator()))
+        request, tokens = make_request(
+            prompt, max_new_tokens, sampling, eos_ids, force_tokens, vocab_size=self.model.shape.vocab_size
+        )
+        return self._enqueue(LiveSequence(self._next_id, request, tokens, sampling.generator()))
 
     def fill_synthetic(self, contexts: Sequence[int], *, seed: int = 0, max_new_tokens: int = 1) -> list[int]:
         """Queue sequences of so many random tokens each, whose KV is random too: nothing is prefilled, so that shapes
@@ -252,12 +230,7 @@ class Engine:
 
         ConfigError when the model or the selection settings differ (slots and policy may).
         """
-        mine = settings(self)
-        for name, value in state.settings.items():
-            if mine[name] != value:
-                raise ConfigError(
-                    f"the saved sequence has {name}={value}, this engine {mine[name]}; use equal settings"
-                )
+        check_settings(self, state.settings)
         generator = state.request.sampling.generator()
         generator.bit_generator.state = copy.deepcopy(state.generator_state)
         sequence = LiveSequence(
@@ -269,6 +242,11 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not (self._waiting or self._running or self._ready)
+
+    @property
+    def schedule_in_use(self) -> str:
+        """The schedule of the running steps; under auto the fastest one found so far."""
+        return self._runner.schedule_in_use
 
     def stream(self) -> Iterator[TokenEvent]:
         """Step until nothing is left to do, yielding tokens as they come."""
@@ -457,13 +435,11 @@ class Engine:
             self._metrics.prefill(n_tokens, sum(cost.h2d_bytes), sum(cost.d2h_bytes), time_s)
         sequence.n_cached = n_tokens
         if self._recorder is not None:
-            known = sequence.tokens
-            info = SequenceInfo(sequence.id, len(known), prompt_sha256(known))
             means = None
             if self._record_scores:
                 n_windows = self.sparse.n_windows(n_tokens)
                 means = [layer[lane, :, :n_windows] for layer in memory.context.beta_means]
-            self._recorder.on_start_sequence(info, cost, means)
+            self._recorder.on_start_sequence(sequence.info, cost, means)
 
     def _make_room_for_life(self) -> None:
         """Storage of all that can join now, to the end of their lives: a graph's memory should not move under it."""

@@ -28,11 +28,14 @@ class StepResult:
 class StepRunner(Protocol):
     """Runs steps in the order in which they are launched; ``looks_ahead``: a step may be launched before the one before
     it is collected, its token -1 standing for the one that will be sampled; ``last_spans``: what ran when at the step
-    collected last, where it was timed; ``schedule_in_use``: see ``auto``."""
+    collected last, where it was timed."""
 
     looks_ahead: bool
     last_spans: list[Mark]
-    schedule_in_use: str
+
+    @property
+    def schedule_in_use(self) -> str:
+        """The schedule of the running steps."""
 
     def launch(self, batch: StepBatch, tokens: list[int], draws: Draws | None) -> None:
         """Start a step that consumes ``tokens``; without ``draws`` every row takes its best token."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+from collections.abc import Iterable
 from collections.abc import Sequence as TokenList
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from nosa_sys.engine.sampling import SamplingParams
+from nosa_sys.errors import ConfigError
+from nosa_sys.traces.schema import SequenceInfo
 
 FINISH_LENGTH, FINISH_EOS = "length", "eos"
 
@@ -36,6 +40,32 @@ class Request:
     sampling: SamplingParams
     eos_ids: frozenset[int]
     force_tokens: tuple[int, ...] = ()
+
+
+def make_request(
+    prompt: TokenList[int],
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    eos_ids: Iterable[int],
+    force_tokens: TokenList[int] | None,
+    *,
+    vocab_size: int,
+) -> tuple[Request, list[int]]:
+    """(request, prompt tokens). ConfigError for an empty prompt, no new token, or what is no id of the vocabulary."""
+    try:
+        tokens = [operator.index(t) for t in prompt]
+        forced = tuple(operator.index(t) for t in (() if force_tokens is None else force_tokens))
+    except TypeError:
+        raise ConfigError("prompt and force_tokens must be token ids, whole numbers") from None
+    if not tokens:
+        raise ConfigError("the prompt is empty; give at least one token (a BOS token will do)")
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be >= 1")
+    for name, ids in (("prompt", tokens), ("force_tokens", forced)):
+        bad = [t for t in ids if not 0 <= t < vocab_size]
+        if bad:
+            raise ConfigError(f"{name}: token {bad[0]} is outside the vocabulary 0..{vocab_size - 1}")
+    return Request(len(tokens), max_new_tokens, sampling, frozenset(eos_ids), forced), tokens
 
 
 @dataclass(frozen=True)
@@ -99,6 +129,11 @@ class Sequence:
     def max_stored_tokens(self) -> int:
         """KV rows at the end of the sequence's life: the last new token is never consumed."""
         return len(self.tokens) + self.request.max_new_tokens - self.n_generated - 1
+
+    @property
+    def info(self) -> SequenceInfo:
+        """What a trace says of the sequence: the tokens known so far are its prompt."""
+        return SequenceInfo(self.id, len(self.tokens), prompt_sha256(self.tokens))
 
     def token_at(self, position: int) -> int:
         """The token to consume at ``position``; -1: the one that the step in flight will sample."""

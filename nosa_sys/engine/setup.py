@@ -34,6 +34,24 @@ def resolve_slots(slots: int | None, sparse: SparseConfig, *, offload: bool) -> 
     return slots
 
 
+def check_sizes(*, prefill_chunk: int, max_batch: int, host_memory_bytes: int | None) -> None:
+    """ConfigError for a size below 1."""
+    for name, value in (("prefill_chunk", prefill_chunk), ("max_batch", max_batch)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be >= 1")
+    if host_memory_bytes is not None and host_memory_bytes < 1:
+        raise ConfigError(f"host_memory_bytes={host_memory_bytes} must be >= 1; leave it out for no limit")
+
+
+def check_injection(injection: Injection, *, max_batch: int, record_scores: bool) -> None:
+    """ConfigError where injected selections do not go with the batch, or with recorded scores."""
+    if record_scores or max_batch != len(injection.contexts):
+        raise ConfigError(
+            f"injected selections are for a batch of {len(injection.contexts)} without scores; "
+            f"max_batch={max_batch}, record_scores={record_scores} do not go with them"
+        )
+
+
 def resolve_schedule(schedule: str | None, runner: str) -> str:
     """The schedule asked for; by default the fastest one found while running, serial where nothing overlaps."""
     return schedule or ("serial" if runner == "eager" else AUTO)
