@@ -31,7 +31,8 @@ ORIGIN_NAMES = ("sink", "window", "query-aware", "query-agnostic", "dense")
 # What stands in a trace's status, alone or before ": LABEL" (as in "injected: 2 misses a head").
 STATUSES = ("measured", "validated", "projected", "injected")
 POLICIES = ("exact", "lru", "beta", "belady")
-SCHEDULES = ("serial", "fused_kv", "split_merge", "two_batch", "prefetch")
+# auto: an engine that tried several while it ran and went on with the fastest.
+SCHEDULES = ("serial", "fused_kv", "split_merge", "two_batch", "prefetch", "auto")
 
 _I8, _I16, _I32, _I64 = pa.int8(), pa.int16(), pa.int32(), pa.int64()
 _F32, _F64 = pa.float32(), pa.float64()

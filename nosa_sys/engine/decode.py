@@ -6,11 +6,13 @@ block_fetch and write_back alone. Every operation is one batched call a layer.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import torch
 from torch import Tensor
 
+from nosa_sys.engine.injection import Injection, geometric_origins
 from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.phases import ATTENTION, H2D, OTHER, SELECT, PhaseClock
 from nosa_sys.engine.plan import LayerPlan, StepBatch, StepLayout, StepPlan, collect_layers, make_layout
@@ -27,8 +29,15 @@ from nosa_sys.kernels.stage1_scores.reference import stage1_scores
 from nosa_sys.models.llama import LlamaModel
 
 
+def copy_one_by_one(host: Tensor, slots: Tensor, host_rows: Tensor, slot_rows: Tensor) -> None:
+    """``fetch_blocks`` by one asynchronous copy a block, in the order given; no row may be -1."""
+    for host_row, slot_row in zip(host_rows.tolist(), slot_rows.tolist(), strict=True):
+        slots[slot_row].copy_(host[host_row], non_blocking=True)
+
+
 class DecodeRunner:
-    """Runs decode steps of one engine. ``record_scores`` keeps the stage-1 scores of every row in the plan."""
+    """Runs decode steps of one engine. ``record_scores`` keeps the stage-1 scores of every row in the plan;
+    ``injection``: sets that take the place of the selections."""
 
     def __init__(
         self,
@@ -38,8 +47,10 @@ class DecodeRunner:
         schedule: Schedule,
         *,
         record_scores: bool = False,
+        injection: Injection | None = None,
     ) -> None:
         self.model, self.memory, self.policy, self.schedule = model, memory, policy, schedule
+        self.injection = injection
         self.cfg, self.method = memory.cfg, memory.method
         self.record_scores = record_scores
         n_forced = self.cfg.n_forced
@@ -52,6 +63,8 @@ class DecodeRunner:
         """Consume ``tokens`` [batch] at the batch's positions; returns logits [batch, vocab] and the plan."""
         start = time.perf_counter()
         model, memory = self.model, self.memory
+        if self.injection is not None:
+            self.injection.check_step(batch.step)
         layout = make_layout(batch, self.cfg, memory.n_kv_heads, memory.n_slots, model.device)
         everything = self._select_all(layout) if batch.all_dense else None
         x = model.embed(torch.tensor(tokens, device=model.device))
@@ -76,7 +89,10 @@ class DecodeRunner:
         logits = model.logits(x)
         if not self._measure:
             torch.cuda.synchronize(model.device)
-        return logits, collect_layers(batch, layers, (time.perf_counter() - start) * 1e6)
+        plan = collect_layers(batch, layers, (time.perf_counter() - start) * 1e6)
+        if self.injection is not None and plan.block_ids is not None:
+            plan = dataclasses.replace(plan, origins=geometric_origins(plan.block_ids, batch.blocks, self.cfg))
+        return logits, plan
 
     def _select_all(self, layout: StepLayout) -> Selection:
         """The selection of a step whose rows all select everything: the same in every layer."""
@@ -122,6 +138,10 @@ class _LayerStep:
     def plan(self) -> None:
         """Select blocks, and find their slots and the misses."""
         self.selection, pooled_betas = self._select()
+        injection = self.runner.injection
+        if injection is not None:
+            ids = injection.ids_table[self.layout.rows.step, self.layer, self.layout.lanes_t]
+            self.selection = self.selection._replace(block_ids=ids)
         if self.memory.slots is None:
             self._find_pages()
         else:
@@ -218,10 +238,11 @@ class _LayerStep:
 
     # ---- launches
     def fetch(self) -> None:
-        """Missed blocks: host pool -> slots."""
+        """Missed blocks: host pool -> slots; from host memory to a GPU by one copy a block, as the baseline does."""
         if self._loads is not None:
-            host_rows, slot_rows = self._loads
-            fetch_blocks(self.memory.pool.layers[self.layer], self.memory.attended(self.layer)[0], host_rows, slot_rows)
+            pool, slots = self.memory.pool.layers[self.layer], self.memory.attended(self.layer)[0]
+            copy = fetch_blocks if slots.device == pool.device else copy_one_by_one
+            copy(pool, slots, *self._loads)
         self.clock.lap(H2D)
 
     def attend(self) -> Tensor:

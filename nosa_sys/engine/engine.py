@@ -110,7 +110,7 @@ class Engine:
         if host_kv_dtype not in (None, model.shape.dtype):
             raise ConfigError(f"host_kv_dtype={host_kv_dtype!r} must equal the model's dtype {model.shape.dtype!r}")
         if injection is not None:
-            check_injection(injection, max_batch=max_batch, record_scores=record_scores)
+            check_injection(injection, self.method, max_batch=max_batch, record_scores=record_scores)
         self.max_batch, self.injection = max_batch, injection
         self.memory = Memory(
             model,

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nosa_sys.errors import ConfigError
+from nosa_sys.kernels.block_selection.reference import DENSE, QUERY_AWARE, SINK, WINDOW
 from nosa_sys.methods import Method, get_method
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.playback import heads_in_turn, layers_by_depth, recorded_sets
@@ -44,6 +46,11 @@ class Injection:
     @property
     def n_steps(self) -> int:
         return self.ids_table.shape[0]
+
+    def check_step(self, step: int) -> None:
+        """ConfigError past the last step."""
+        if step >= self.n_steps:
+            raise ConfigError(f"step {step} is past the {self.n_steps} injected steps; inject more")
 
     def fresh_counts(self, first: int, last: int, sparse: SparseConfig) -> tuple[Tensor, Tensor]:
         """Of steps first .. last - 1 (first >= 1): misses with slots = k, and blocks kept from the step before.
@@ -107,6 +114,15 @@ def synthetic_injection(
     if reuse:
         label += f", {reuse:g} of them of blocks that left last"
     return Injection(table, label, list(contexts))
+
+
+def geometric_origins(block_ids: NDArray[np.int32], n_blocks: Sequence[int], sparse: SparseConfig) -> NDArray[np.int8]:
+    """Origins of injected ids [layer, batch, kv_head, k], for which no ranking speaks: sink, window, and query-aware
+    for every other block; dense in rows of at most k blocks, -1 for padding. ``n_blocks``: blocks of each row."""
+    blocks = np.array(n_blocks)[:, None, None]
+    other = np.where(block_ids < sparse.init_blocks, SINK, QUERY_AWARE)
+    origins = np.where(block_ids >= blocks - 1 - sparse.local_blocks, WINDOW, other)
+    return np.where(block_ids < 0, -1, np.where(blocks <= sparse.topk, DENSE, origins)).astype(np.int8)
 
 
 def _named(misses: Misses | Sequence[tuple[int, Misses]]) -> str:

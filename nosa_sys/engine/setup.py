@@ -10,6 +10,7 @@ from nosa_sys.engine.record_level import RECORD_SCORES
 from nosa_sys.engine.runner import EagerRunner, StepRunner
 from nosa_sys.engine.schedules import get_schedule
 from nosa_sys.errors import CapacityError, ConfigError
+from nosa_sys.methods import Method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
 
@@ -43,8 +44,10 @@ def check_sizes(*, prefill_chunk: int, max_batch: int, host_memory_bytes: int | 
         raise ConfigError(f"host_memory_bytes={host_memory_bytes} must be >= 1; leave it out for no limit")
 
 
-def check_injection(injection: Injection, *, max_batch: int, record_scores: bool) -> None:
-    """ConfigError where injected selections do not go with the batch, or with recorded scores."""
+def check_injection(injection: Injection, method: Method, *, max_batch: int, record_scores: bool) -> None:
+    """ConfigError where injected selections do not go with the method, the batch, or recorded scores."""
+    if method.dense:
+        raise ConfigError(f"method {method.name} attends to everything; leave the injection out")
     if record_scores or max_batch != len(injection.contexts):
         raise ConfigError(
             f"injected selections are for a batch of {len(injection.contexts)} without scores; "
@@ -79,11 +82,12 @@ def make_runner(
     if name == "graph" and model.device.type != "cuda":
         raise ConfigError("runner='graph' needs a CUDA device; use 'eager' or 'kernels'")
     if name == "eager":
-        asked = {"timed": timed, "skip_fetch": skip_fetch, "fetch_only": fetch_only, "injection": injection is not None}
+        asked = {"timed": timed, "skip_fetch": skip_fetch, "fetch_only": fetch_only}
         if refused := [option for option, given in asked.items() if given]:
             raise ConfigError(f"the eager runner has no {refused[0]}; use runner='graph' or 'kernels'")
+        scores = record == RECORD_SCORES
         return EagerRunner(
-            DecodeRunner(model, memory, policy, get_schedule(schedule), record_scores=record == RECORD_SCORES)
+            DecodeRunner(model, memory, policy, get_schedule(schedule), record_scores=scores, injection=injection)
         )
     from nosa_sys.engine.cuda.fetch_choice import fetch_paths
     from nosa_sys.engine.cuda.runner import GraphRunner

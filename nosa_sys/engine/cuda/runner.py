@@ -27,14 +27,13 @@ from nosa_sys.engine.cuda.results import StepResults
 from nosa_sys.engine.cuda.schedules import StepSchedule
 from nosa_sys.engine.cuda.spec import StepOptions, StepSpec
 from nosa_sys.engine.cuda.streams import Streams
-from nosa_sys.engine.injection import Injection
+from nosa_sys.engine.injection import Injection, geometric_origins
 from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.plan import StepBatch, StepPlan
 from nosa_sys.engine.policies import Policy
 from nosa_sys.engine.record_level import RECORD_NOTHING
 from nosa_sys.engine.runner import NOT_FINITE, StepResult
 from nosa_sys.engine.sampling import Draws
-from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.block_selection import describe_error
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.traces.timeline import Mark
@@ -105,8 +104,8 @@ class GraphRunner:
     # ---- running
     def launch(self, batch: StepBatch, tokens: list[int], draws: Draws | None) -> None:
         """Stage and start a step; nothing waits for the device unless a graph has to be captured."""
-        if self._injection is not None and batch.step >= self._injection.n_steps:
-            raise ConfigError(f"step {batch.step} is past the {self._injection.n_steps} injected steps; inject more")
+        if self._injection is not None:
+            self._injection.check_step(batch.step)
         schedule = self._chooser.next(batch.size)
         replay = self._replay_of(schedule, batch, draws is not None)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._model.device.type == "cuda" else None
@@ -222,6 +221,8 @@ class GraphRunner:
         if "new_beta_means" in by_lane:
             by_lane["new_beta_means"] = by_lane["new_beta_means"][:, batch.windows_done]
             by_lane["window_scores"] = by_lane["window_scores"][..., : batch.max_windows]
+        if self._injection is not None and "block_ids" in by_lane:
+            by_lane["origins"] = geometric_origins(by_lane["block_ids"], batch.blocks, self._memory.cfg)
         if self._options.record > RECORD_NOTHING and self._memory.method.dense:
             by_lane |= _everything(batch, n_layers, n_heads)
         phase_us = None
