@@ -60,13 +60,3 @@ def append_token(
     return append_reference.append_token(
         qkv, A, delta, cos, sin, positions, context, shape, lanes=lanes, current=current
     )
-
-
-def place_token(k: Tensor, v: Tensor, beta: Tensor, positions: Tensor, current: CurrentBlocks) -> None:
-    """As ``append_reference.place_token``: K, V and beta into blocks whose slot the step's plan has just given."""
-    if use_triton(k, v, beta):
-        from nosa_sys.kernels.eviction_head.triton import place_token as fast
-
-        fast(k, v, beta, positions, current)
-    else:
-        append_reference.place_token(k, v, beta, positions, current)

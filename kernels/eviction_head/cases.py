@@ -167,25 +167,15 @@ def _append_with(inputs: dict[str, Any], state: dict[str, Tensor], function: Any
 
 
 def _fast_append(inputs: dict[str, Any]) -> Tensors:
-    from nosa_sys.kernels.eviction_head.triton import append_token, place_token
+    from nosa_sys.kernels.eviction_head.triton import append_token
 
     state = {name: inputs[name].clone() for name in _STATE}
-    outputs = _append_with(inputs, state, append_token)
-    if inputs["rows"] is not None:
-        # The same token again by the launch of its own, into fresh slots.
-        for name in ("slots", "slot_betas"):
-            state[f"late_{name}"] = inputs[name].clone()
-        late = CurrentBlocks(state["late_slots"], state["late_slot_betas"], inputs["rows"])
-        place_token(outputs["k"], outputs["v"], outputs["beta"], inputs["positions"], late)
-    return outputs | state
+    return _append_with(inputs, state, append_token) | state
 
 
 def _reference_append(inputs: dict[str, Any]) -> Tensors:
     state = {name: inputs[name].clone() for name in _STATE}
-    outputs = _append_with(inputs, state, append_reference.append_token)
-    if inputs["rows"] is not None:
-        state |= {f"late_{name}": state[name] for name in ("slots", "slot_betas")}
-    return outputs | state
+    return _append_with(inputs, state, append_reference.append_token) | state
 
 
 def _launch_append(inputs: dict[str, Any]) -> None:

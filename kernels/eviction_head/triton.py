@@ -2,8 +2,8 @@
 
 ``append_token`` reads the fused projection once and leaves the roped q and k, the beta, the key in the ring, the
 windows that the token completes and, where the slot is known already, K, V and beta in the current block. A block
-that is born at the step gets its slot later: ``place_token`` writes into it then. ``eviction_beta`` scores the values
-of many tokens (prefill).
+that is born at the step gets its slot later, from the step's slot plan, which then writes the token. ``eviction_beta``
+scores the values of many tokens (prefill).
 
 Floor: one launch and two dependent round trips, about 3 us, for decode; prefill reads tokens * kv_head * head_dim
 values. Knobs worth scanning: num_warps (2, 4, 8); ``tokens`` a program in prefill (4, 8, 16).
@@ -77,7 +77,9 @@ def eviction_beta_kernel(
 
 
 @triton.jit
-def _place(slots, slot_betas, slot_row, offset, channel, inside, BLOCK: tl.constexpr, DIM: tl.constexpr, k, v, beta):
+def write_token(
+    slots, slot_betas, slot_row, offset, channel, inside, BLOCK: tl.constexpr, DIM: tl.constexpr, k, v, beta
+):
     """K, V [channel] and beta of one token into row ``offset`` of a block."""
     target = slots + (slot_row * 2 * BLOCK + offset) * DIM + channel
     tl.store(target, k, mask=inside)
@@ -171,8 +173,8 @@ def append_token_kernel(
             own = values + head * DIM + channel
             v1 = tl.load(own, mask=inside, other=0.0)
             v2 = tl.load(own + HALF, mask=inside, other=0.0)
-            _place(slots, None, slot_row, position % BLOCK, channel, inside, BLOCK, DIM, k1, v1, beta)
-            _place(slots, slot_betas, slot_row, position % BLOCK, channel + HALF, inside, BLOCK, DIM, k2, v2, beta)
+            write_token(slots, None, slot_row, position % BLOCK, channel, inside, BLOCK, DIM, k1, v1, beta)
+            write_token(slots, slot_betas, slot_row, position % BLOCK, channel + HALF, inside, BLOCK, DIM, k2, v2, beta)
 
     if (lane >= 0) & (position < n_tokens):
         lane_head = lane * KV_HEADS + head
@@ -195,37 +197,6 @@ def append_token_kernel(
             tl.store(to + HALF, mean, mask=inside)
             beta_mean = beta_window_mean(betas, beta, length, KERNEL, ROWS, LEVELS)
             tl.store(beta_means + lane_head * n_windows + window + tl.arange(0, 1), beta_mean)
-
-
-@triton.jit
-def place_token_kernel(
-    k,
-    v,
-    beta,
-    positions,
-    current_rows,
-    slots,
-    slot_betas,
-    k_pitch,
-    v_pitch,
-    beta_pitch,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One (row, KV head): see ``append_reference.place_token``."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    channel = tl.arange(0, DIM_PAD)
-    inside = channel < DIM
-    slot_row = tl.load(current_rows + row * KV_HEADS + head)
-    offset = tl.load(positions + row).to(tl.int64) % BLOCK
-    key = tl.load(k + row * k_pitch + head * DIM + channel, mask=inside, other=0.0)
-    value = tl.load(v + row * v_pitch + head * DIM + channel, mask=inside, other=0.0)
-    score = tl.load(beta + row * beta_pitch + head)
-    if slot_row >= 0:
-        _place(slots, slot_betas, slot_row, offset, channel, inside, BLOCK, DIM, key, value, score)
 
 
 def eviction_beta(
@@ -327,33 +298,6 @@ def append_token(
     return q, k, v, beta
 
 
-def place_token(
-    k: Tensor, v: Tensor, beta: Tensor, positions: Tensor, current: CurrentBlocks, *, num_warps: int = 1
-) -> None:
-    """As ``append_reference.place_token``; k and v may be views whose heads lie side by side."""
-    batch, heads, dim = k.shape
-    if batch == 0:
-        return
-    with on_device(k):
-        place_token_kernel[(batch, heads)](
-            k,
-            v,
-            beta,
-            positions,
-            current.rows,
-            current.slots,
-            current.slot_betas,
-            k.stride(0),
-            v.stride(0),
-            beta.stride(0),
-            KV_HEADS=heads,
-            DIM=dim,
-            DIM_PAD=padded(dim),
-            BLOCK=current.slots.shape[2],
-            num_warps=num_warps,
-        )
-
-
 def _aot_specs() -> list[AotSpec]:
     specs = []
     sizes = ("qkv_pitch", "n_tokens", "n_windows", "v_pitch", "k_pitch", "beta_pitch")
@@ -364,7 +308,7 @@ def _aot_specs() -> list[AotSpec]:
         shape: dict[str, Any] = {"KV_HEADS": heads, "GROUP": group, "GROUP_PAD": padded(group), "DIM": dim}
         shape |= {"HALF_PAD": padded(dim // 2), "DIM_PAD": padded(dim), "VALUES": heads * dim, "TOKENS": 8}
         shape |= {"PART": min(512, padded(heads * dim)), "HEAD": code, "BLOCK": 64, "STRIDE": 16} | window_shape(32)
-        for kernel in (append_token_kernel, eviction_beta_kernel, place_token_kernel):
+        for kernel in (append_token_kernel, eviction_beta_kernel):
             names = kernel.arg_names
             constants = {name: value for name, value in shape.items() if name in names}
             signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in names}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nosa_sys.kernels.launch import use_triton
 from nosa_sys.kernels.set_difference import plan_reference, reference
-from nosa_sys.kernels.set_difference.plan_reference import LoadList, SlotPlan, Touch
+from nosa_sys.kernels.set_difference.plan_reference import LoadList, SlotPlan, TokenRows, Touch
 from nosa_sys.kernels.set_difference.reference import SlotUpdate
 
 
@@ -40,6 +40,7 @@ def plan_slots(
     slot_betas: Tensor | None = None,
     split: int | None = None,
     count_wasted: bool = False,
+    token: TokenRows | None = None,
 ) -> SlotPlan:
     """As ``plan_reference.plan_slots``; on CUDA one launch that a graph can hold."""
     run: Callable[..., SlotPlan] = plan_reference.plan_slots
@@ -64,4 +65,5 @@ def plan_slots(
         slot_betas=slot_betas,
         split=split,
         count_wasted=count_wasted,
+        token=token,
     )

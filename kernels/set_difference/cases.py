@@ -8,20 +8,21 @@ import torch
 from torch import Tensor
 
 from nosa_sys.kernels.case import Case, Operation, Tensors
-from nosa_sys.kernels.set_difference import LoadList, reference
+from nosa_sys.kernels.set_difference import LoadList, TokenRows, reference
 
 _RANKS = {0: torch.int64, 1: torch.float32}
 _POISON = 777
 
 
-def _case(name: str, uses: str, **params: int) -> Case:
+def _case(name: str, uses: str, dtype: str = "float32", **params: int) -> Case:
     """n_rows rows, k wanted of n_blocks ids, slots resident; padding and repeats in per cent of the wanted list,
     unknown pages of the table. ``split``: hits and misses apart; ``guess``: a prefetch, which touches its loads alone
-    and counts wasted blocks."""
+    and counts wasted blocks. ``token``: the step's token of type ``dtype`` is written, its beta too (1), where loads
+    bring none (2), or K and V alone (3)."""
     defaults = {"n_rows": 4, "k": 8, "slots": 8, "n_blocks": 24, "keep": 0, "float_rank": 0}
     defaults |= {"padding": 20, "repeats": 0, "empty": 20, "hits": 50, "heads": 2, "block": 16}
-    defaults |= {"split": 0, "guess": 0, "unknown_pages": 0}
-    return Case(name, "float32", {**defaults, **params}, frozenset(uses.split()))
+    defaults |= {"split": 0, "guess": 0, "unknown_pages": 0, "token": 0, "head_dim": 64}
+    return Case(name, dtype, {**defaults, **params}, frozenset(uses.split()))
 
 
 def check_cases() -> list[Case]:
@@ -53,13 +54,19 @@ def plan_cases() -> list[Case]:
         _case("split-exact", both, n_rows=11, split=1, unknown_pages=20, heads=3),
         _case("split-hot", both, n_rows=6, keep=1, slots=13, n_blocks=40, split=1, repeats=20),
         _case("guess", both, n_rows=6, keep=1, slots=13, n_blocks=40, guess=1, unknown_pages=20),
+        _case("token-exact", both, n_rows=10, token=1),
+        _case("token-bf16-d128", both, "bfloat16", n_rows=6, heads=3, keep=1, slots=13, token=1, head_dim=128),
+        _case("token-d80-split", both, n_rows=6, keep=1, slots=13, split=1, repeats=20, token=1, head_dim=80),
+        _case("token-without-beta", both, "bfloat16", n_rows=10, token=2, head_dim=80, block=24),
+        _case("token-kv-alone", both, "float16", n_rows=5, heads=1, token=3, head_dim=96),
+        _case("token-k65", "check", "bfloat16", k=65, slots=130, n_blocks=400, keep=1, n_rows=66, token=1),
         _case("split-k64-slots80", "check", k=64, slots=80, n_blocks=400, n_rows=130, keep=1, split=1),
         _case("split-guess-k256", "check", k=256, slots=300, n_blocks=1024, n_rows=18, keep=1, split=1, guess=1),
     ]
 
 
 def bench_cases() -> list[Case]:
-    steady = {"padding": 0, "empty": 0, "hits": 85}
+    steady: dict[str, Any] = {"padding": 0, "empty": 0, "hits": 85}
     return [
         _case(f"b{rows}-k{k}-s{slots}", "bench", n_rows=rows, k=k, slots=slots, n_blocks=n, keep=slots > k, **steady)
         for rows, k, slots, n in (
@@ -71,7 +78,10 @@ def bench_cases() -> list[Case]:
             (128, 32, 40, 128),
             (128, 256, 320, 1024),
         )
-    ] + [_case("b128-k64-s80-split", "bench", n_rows=128, k=64, slots=80, n_blocks=256, keep=1, split=1, **steady)]
+    ] + [
+        _case("b128-k64-s80-split", "bench", n_rows=128, k=64, slots=80, n_blocks=256, keep=1, split=1, **steady),
+        _case("b128-k64-token", "bench", "bfloat16", n_rows=128, k=64, slots=64, token=1, head_dim=128, **steady),
+    ]
 
 
 def _wanted(case: Case, generator: torch.Generator, resident: Tensor) -> Tensor:
@@ -129,7 +139,25 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         inputs["page_table"][draw < p["unknown_pages"]] = -1
     if rows >= 5:
         inputs["row_heads"][4::5] = -1
+    inputs["token"] = p["token"]
+    if p["token"]:
+        inputs |= _token(case, device, generator)
     return inputs
+
+
+def _token(case: Case, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+    """Keys side by side and values as the end of a wider projection; poison in the slots."""
+    p, n, dim = case.params, case.params["n_rows"] // case.params["heads"], case.params["head_dim"]
+    width = p["heads"] * dim
+    projection = torch.randn((n, 3 * width), generator=generator, device=device).to(case.torch_dtype)
+    shape = (p["n_rows"] * p["slots"], 2, p["block"], dim)
+    return {
+        "k": projection[:, :width].contiguous().view(n, p["heads"], dim),
+        "v": projection[:, 2 * width :].unflatten(1, (p["heads"], dim)),
+        "beta": torch.randn((n, p["heads"]), generator=generator, device=device),
+        "positions": torch.randint(0, 1 << 20, (n,), generator=generator, device=device),
+        "kv_slots": torch.full(shape, torch.nan, dtype=case.torch_dtype, device=device),
+    }
 
 
 def _fast(inputs: dict[str, Any]) -> Tensors:
@@ -156,6 +184,11 @@ def compare(case: Case, inputs: dict[str, Any], fast: Tensors, expected: Tensors
 def _plan_launch(inputs: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
     from nosa_sys.kernels.set_difference.plan import plan_slots
 
+    token = None
+    if inputs["token"]:
+        rows = {name: inputs[name] for name in ("k", "v", "beta", "positions")}
+        kept = state["slot_betas"] if inputs["token"] < 3 else None
+        token = TokenRows(**rows, slots=state["kv_slots"], slot_betas=kept)
     plan = plan_slots(
         state["slot_blocks"],
         inputs["wanted"],
@@ -168,33 +201,34 @@ def _plan_launch(inputs: dict[str, Any], state: dict[str, Tensor]) -> dict[str, 
         n_kv_heads=inputs["heads"],
         use_step=inputs["use_step"],
         touch="loads" if inputs["guess"] else "wanted",
-        token_betas=inputs["token_betas"],
-        slot_betas=state["slot_betas"],
+        token_betas=inputs["token_betas"] if inputs["token"] != 2 else None,
+        slot_betas=state["slot_betas"] if inputs["token"] != 2 else None,
         split=inputs["wanted"].shape[1] if inputs["split"] else None,
         count_wasted=inputs["guess"],
+        token=token,
     )
     # The list has the name slot_rows among the outputs; every wanted block's row goes by another.
     given = {name: value for name, value in vars(plan).items() if value is not None}
     return {"wanted_rows": given.pop("slot_rows")} | given
 
 
-_STATE = ("slot_blocks", "eviction_rank", "host_rows", "slot_rows", "count", "slot_betas")
+_STATE = ("slot_blocks", "eviction_rank", "host_rows", "slot_rows", "count", "slot_betas", "kv_slots")
 
 
 def _fast_plan(inputs: dict[str, Any]) -> Tensors:
-    state = {name: inputs[name].clone() for name in _STATE}
+    state = {name: inputs[name].clone() for name in _STATE if name in inputs}
     return state | _plan_launch(inputs, state)
 
 
 def _launch_plan(inputs: dict[str, Any]) -> None:
     """What a benchmark replays: the lists are overwritten, the map moves on to the wanted blocks once."""
     inputs["count"].zero_()
-    _plan_launch(inputs, {name: inputs[name] for name in _STATE})
+    _plan_launch(inputs, {name: inputs[name] for name in _STATE if name in inputs})
 
 
 def _reference_plan(inputs: dict[str, Any]) -> Tensors:
     """The plan row by row in plain Python over the reference's update of each row."""
-    state = {name: inputs[name].clone() for name in _STATE}
+    state = {name: inputs[name].clone() for name in _STATE if name in inputs}
     wanted, heads, slots = inputs["wanted"], inputs["heads"], inputs["slot_blocks"].shape[1]
     out = {"wanted_slots": torch.full_like(wanted, -1), "n_loads": wanted.new_zeros(wanted.shape[0])}
     out["wanted_rows"] = torch.full(wanted.shape, -1, dtype=torch.int64, device=wanted.device)
@@ -216,7 +250,13 @@ def _reference_plan(inputs: dict[str, Any]) -> Tensors:
         out["wanted_slots"][row] = at
         is_current = (wanted[row] == inputs["current_blocks"][row]) & (wanted[row] >= 0)
         if is_current.any():
-            out["current_rows"][row] = head * slots + at[is_current][0]
+            born = out["current_rows"][row] = int(head * slots + at[is_current][0])
+            if inputs["token"]:
+                index = divmod(row, heads)
+                place = int(inputs["positions"][index[0]]) % state["kv_slots"].shape[2]
+                state["kv_slots"][born, :, place] = torch.stack([inputs["k"][index], inputs["v"][index]])
+                if inputs["token"] < 3:
+                    state["slot_betas"][born, place] = inputs["beta"][index]
         out["wanted_rows"][row] = torch.where(at >= 0, at + head * slots, -1)
         missed = zip(update.load_blocks[0].tolist(), update.load_slots[0].tolist(), strict=True)
         loads = [(b, slot) for b, slot in missed if b >= 0 and b != int(inputs["current_blocks"][row])]
@@ -227,7 +267,8 @@ def _reference_plan(inputs: dict[str, Any]) -> Tensors:
         for entry, (block, slot) in enumerate(loads):
             page = int(inputs["page_table"][head // heads, block])
             pairs.append((page * heads + head % heads if page >= 0 else -1, head * slots + slot))
-            state["slot_betas"][head * slots + slot] = inputs["token_betas"][head, block]
+            if inputs["token"] != 2:
+                state["slot_betas"][head * slots + slot] = inputs["token_betas"][head, block]
             if inputs["split"]:
                 out["miss_ids"][row, entry], out["miss_rows"][row, entry] = block, head * slots + slot
         if inputs["split"]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nosa_sys.kernels.set_difference.plan_reference import LoadList, SlotPlan, Touch, check_plan
+from nosa_sys.kernels.set_difference.plan_reference import LoadList, SlotPlan, TokenRows, Touch, check_plan
 from nosa_sys.kernels.set_difference.triton import launch_update
 
 
@@ -29,6 +29,7 @@ def plan_slots(
     slot_betas: Tensor | None = None,
     split: int | None = None,
     count_wasted: bool = False,
+    token: TokenRows | None = None,
     num_warps: int = 8,
     tile_elements: int = 16384,
 ) -> SlotPlan:
@@ -45,6 +46,8 @@ def plan_slots(
         touch=touch,
         split=split,
         count_wasted=count_wasted,
+        token=token,
+        n_kv_heads=n_kv_heads,
     )
     n_rows, k = wanted.shape
 
@@ -89,5 +92,6 @@ def plan_slots(
         num_warps,
         tile_elements,
         touch_loads=touch == "loads",
+        token=token,
     )
     return plan

@@ -1,18 +1,20 @@
 """A whole step's slot bookkeeping, in place: what a decode step does between its selection and its copies.
 
 Beside the slot update it leaves out the block that is born at the step, appends all loads to one list (what
-``block_fetch`` reads), copies the betas of loaded blocks beside their slots and notes the last use of slots.
+``block_fetch`` reads), copies the betas of loaded blocks beside their slots, notes the last use of slots and writes the
+step's token into its block.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from nosa_sys.errors import CapacityError, ConfigError
+from nosa_sys.kernels.eviction_head.append_reference import CurrentBlocks, place_token
 from nosa_sys.kernels.set_difference.reference import update_slots
 
 Touch = Literal["wanted", "loads"]
@@ -51,6 +53,21 @@ class SlotPlan:
     n_wasted: Tensor | None = None
 
 
+class TokenRows(NamedTuple):
+    """The step's token of every row of lanes, and where its block is kept.
+
+    k and v [row, kv_head, head_dim], rows may be strided, heads lie side by side; beta [row, kv_head]; positions int64
+    [row]; slots [slot_row, 2, block, head_dim] and slot_betas [slot_row, block] (None: not kept). Row r, head h belong
+    to row r * kv_head + h of the plan."""
+
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    positions: Tensor
+    slots: Tensor
+    slot_betas: Tensor | None
+
+
 def check_plan(
     slot_blocks: Tensor,
     wanted: Tensor,
@@ -64,6 +81,8 @@ def check_plan(
     touch: str,
     split: int | None,
     count_wasted: bool,
+    token: TokenRows | None,
+    n_kv_heads: int,
 ) -> None:
     """Refuse arguments of ``plan_slots`` that do not go together; looks at shapes and types alone."""
     n_rows, k = wanted.shape
@@ -84,6 +103,18 @@ def check_plan(
             f"count_wasted reads the parity of integer ranks of kept blocks; ranks are {eviction_rank.dtype}, "
             f"keep_unwanted={keep_unwanted}: give int64 ranks and keep_unwanted=True"
         )
+    if token is not None:
+        dim = token.slots.shape[3]
+        if token.k.shape[0] * n_kv_heads != n_rows or any(x.shape[1:] != (n_kv_heads, dim) for x in (token.k, token.v)):
+            raise ConfigError(
+                f"token rows k {tuple(token.k.shape)} and v {tuple(token.v.shape)} do not fit {n_rows} rows of the "
+                f"plan, {n_kv_heads} KV heads each, and slots of head_dim {dim}; give [row, kv_head, head_dim]"
+            )
+        if any(x.stride()[1:] != (dim, 1) for x in (token.k, token.v)) or not token.slots.is_contiguous():
+            raise ConfigError(
+                f"token rows have strides {token.k.stride()} and {token.v.stride()}, slots {token.slots.stride()}; "
+                "heads must lie side by side, slots be contiguous"
+            )
 
 
 @torch.no_grad()
@@ -105,6 +136,7 @@ def plan_slots(
     slot_betas: Tensor | None = None,
     split: int | None = None,
     count_wasted: bool = False,
+    token: TokenRows | None = None,
 ) -> SlotPlan:
     """Place every row's wanted blocks, in place.
 
@@ -125,6 +157,8 @@ def plan_slots(
 
     ``split`` gives hits and misses apart; no row may have more misses than that, and k is always enough.
 
+    ``token`` goes into the row's current block, into slot row current_rows (-1: it is not written).
+
     Raises CapacityError when slots < k or this call's rows alone could overflow the list, and in the reference when
     what the list holds already makes it overflow or a row has more than ``split`` misses (the kernel leaves out what
     does not fit, which count and n_loads tell); ConfigError for arguments that do not go together.
@@ -141,6 +175,8 @@ def plan_slots(
         touch=touch,
         split=split,
         count_wasted=count_wasted,
+        token=token,
+        n_kv_heads=n_kv_heads,
     )
     (n_rows, k), n_slots = wanted.shape, slot_blocks.shape[1]
     every = torch.arange(n_rows, device=wanted.device)
@@ -198,11 +234,15 @@ def plan_slots(
     if count_wasted:
         lost = (old >= 0) & (update.slot_blocks != old)
         n_wasted = by_row((lost & (ranks % 2 == 0)).sum(-1).int(), 0)
+    current_rows = by_row(torch.where(is_current, slot_rows, -1).amax(-1), -1)
+    if token is not None:
+        blocks = CurrentBlocks(token.slots, token.slot_betas, current_rows.view(-1, n_kv_heads))
+        place_token(token.k, token.v, token.beta, token.positions, blocks)
     return SlotPlan(
         by_row(update.wanted_slots, -1),
         by_row(slot_rows, -1),
         by_row(loaded.sum(-1).int(), 0),
-        by_row(torch.where(is_current, slot_rows, -1).amax(-1), -1),
+        current_rows,
         hit_rows,
         miss_rows,
         miss_ids,

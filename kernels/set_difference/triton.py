@@ -2,7 +2,8 @@
 
 Everything is a count over pairs: a miss goes where the number of smaller misses says, a free slot is used in the
 order of how many free slots come before it. Up to 128 wanted blocks and 128 slots all pairs live in registers; larger
-sets walk over one side in chunks, with what the chunks share in a scratch row.
+sets walk over one side in chunks, with what the chunks share in a scratch row. A step's plan also writes the step's
+token into its block, whose slot is known here first.
 
 Floor: one launch and two dependent memory round trips, about 3 us; the bytes are negligible. Knobs worth scanning:
 num_warps (4, 8) and tile_elements (8192, 16384).
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.kernels.aot import AotSpec
+from nosa_sys.kernels.eviction_head.triton import write_token
 from nosa_sys.kernels.launch import on_device, padded
+from nosa_sys.kernels.set_difference.plan_reference import TokenRows
 from nosa_sys.kernels.set_difference.reference import SlotUpdate
 
 
@@ -64,6 +67,12 @@ def update_slots_kernel(
     use_step,
     token_betas,
     slot_betas,
+    k,
+    v,
+    beta,
+    positions,
+    kv_slots,
+    token_slot_betas,
     scratch,
     n_wanted,
     n_split,
@@ -73,6 +82,9 @@ def update_slots_kernel(
     table_pitch,
     n_kv_heads,
     beta_blocks,
+    k_pitch,
+    v_pitch,
+    beta_pitch,
     KEEP_UNWANTED: tl.constexpr,
     TOUCH_LOADS: tl.constexpr,
     WANTED: tl.constexpr,
@@ -81,6 +93,8 @@ def update_slots_kernel(
     SLOTS_PART: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_PART: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
 ):
     """One row: see ``plan_reference.plan_slots``. WANTED and SLOTS are powers of two, the parts divide them."""
     NOWHERE: tl.constexpr = 1 << 30
@@ -105,6 +119,15 @@ def update_slots_kernel(
     current = -1
     if current_blocks is not None:
         current = tl.load(current_blocks + row).to(tl.int32)
+    if k is not None:
+        # Read early: it arrives while the plan is made.
+        token_row = (tl.program_id(0) // n_kv_heads).to(tl.int64)
+        token_head = row - token_row * n_kv_heads
+        channel = tl.arange(0, DIM_PAD)
+        token_k = tl.load(k + token_row * k_pitch + token_head * DIM + channel, mask=channel < DIM, other=0.0)
+        token_v = tl.load(v + token_row * v_pitch + token_head * DIM + channel, mask=channel < DIM, other=0.0)
+        token_beta = tl.load(beta + token_row * beta_pitch + token_head)
+        token_offset = tl.load(positions + token_row).to(tl.int64) % BLOCK
 
     # Where each wanted block is now, and whether the same id came earlier in the list.
     found = tl.full([WANTED], NOWHERE, tl.int32)
@@ -197,8 +220,24 @@ def update_slots_kernel(
     if slot_rows is not None:
         tl.store(slot_rows + row * n_wanted + entry, tl.where(target >= 0, slot_row, -1), mask=entry < n_wanted)
     if current_rows is not None:
-        at_current = tl.where((block == current) & (target >= 0), slot_row, -1)
-        tl.store(current_rows + row, tl.max(at_current, axis=0))
+        current_row = tl.max(tl.where((block == current) & (target >= 0), slot_row, -1), axis=0)
+        tl.store(current_rows + row, current_row)
+        if k is not None:
+            inside, betas = channel < DIM, token_slot_betas
+            if current_row >= 0:
+                write_token(
+                    kv_slots,
+                    betas,
+                    current_row,
+                    token_offset,
+                    channel,
+                    inside,
+                    BLOCK,
+                    DIM,
+                    token_k,
+                    token_v,
+                    token_beta,
+                )
     if hit_rows is not None:
         here = asked & (resident | (block == current))
         tl.store(hit_rows + row * n_wanted + entry, tl.where(here, slot_row, -1), mask=entry < n_wanted)
@@ -244,8 +283,8 @@ def update_slots_kernel(
             token = first + tl.arange(0, BLOCK_PART)
             moved = loaded[:, None] & (token < BLOCK)[None, :]
             source = ((head * beta_blocks + block) * BLOCK)[:, None] + token[None, :]
-            beta = tl.load(token_betas + source, mask=moved, other=0.0)
-            tl.store(slot_betas + (slot_row * BLOCK)[:, None] + token[None, :], beta, mask=moved)
+            moving = tl.load(token_betas + source, mask=moved, other=0.0)
+            tl.store(slot_betas + (slot_row * BLOCK)[:, None] + token[None, :], moving, mask=moved)
 
 
 def launch_update(
@@ -260,6 +299,7 @@ def launch_update(
     tile_elements: int,
     *,
     touch_loads: bool = False,
+    token: TokenRows | None = None,
 ) -> None:
     """Check shapes, choose parts and launch; ``outputs`` and ``options`` name every pointer, absent ones too."""
     n_rows, k = wanted.shape
@@ -282,6 +322,11 @@ def launch_update(
     table, betas, loads = options["page_table"], options["token_betas"], options["list_host_rows"]
     misses = outputs["miss_rows"]
     block = 1 if betas is None else betas.shape[-1]
+    tokens = dict.fromkeys(("k", "v", "beta", "positions", "kv_slots", "token_slot_betas"))
+    dim = 1
+    if token is not None:
+        tokens = dict(zip(tokens, token, strict=True))
+        block, dim = token.slots.shape[2:]
     with on_device(wanted):
         update_slots_kernel[(n_rows,)](
             slot_blocks,
@@ -289,6 +334,7 @@ def launch_update(
             eviction_rank,
             **outputs,
             **options,
+            **tokens,
             scratch=scratch,
             n_wanted=k,
             n_split=0 if misses is None else misses.shape[1],
@@ -298,6 +344,9 @@ def launch_update(
             table_pitch=0 if table is None else table.stride(0),
             n_kv_heads=n_kv_heads,
             beta_blocks=0 if betas is None else betas.shape[1],
+            k_pitch=0 if token is None else token.k.stride(0),
+            v_pitch=0 if token is None else token.v.stride(0),
+            beta_pitch=0 if token is None else token.beta.stride(0),
             KEEP_UNWANTED=keep_unwanted,
             TOUCH_LOADS=touch_loads,
             WANTED=wanted_pad,
@@ -306,6 +355,8 @@ def launch_update(
             SLOTS_PART=slots_part,
             BLOCK=block,
             BLOCK_PART=min(padded(block), max(1, 8192 // wanted_pad)),
+            DIM=dim,
+            DIM_PAD=padded(dim),
             num_warps=num_warps,
         )
 
@@ -374,22 +425,27 @@ def _aot_specs() -> list[AotSpec]:
         "table_pitch",
         "n_kv_heads",
         "beta_blocks",
+        "k_pitch",
+        "v_pitch",
+        "beta_pitch",
     )
-    for name, rank, keep, k, slots in (
-        ("lists-k64", "fp32", False, 64, 64),
-        ("lists-k1025", "i64", True, 1025, 1100),
-        ("plan-k64", "i64", True, 64, 128),
-        ("plan-k256", "fp32", True, 256, 320),
-        ("plan-split-exact-k64", "i64", False, 64, 64),
-        ("plan-split-k64", "i64", True, 64, 80),
-        ("plan-prefetch-k72", "i64", True, 72, 96),
+    for name, rank, keep, k, slots, token, dim in (
+        ("lists-k64", "fp32", False, 64, 64, None, 1),
+        ("lists-k1025", "i64", True, 1025, 1100, None, 1),
+        ("plan-k64", "i64", True, 64, 128, None, 1),
+        ("plan-k64-token", "i64", True, 64, 80, "bf16", 128),
+        ("plan-exact-k64-token", "i64", False, 64, 64, "bf16", 128),
+        ("plan-k256", "fp32", True, 256, 320, "fp16", 64),
+        ("plan-split-exact-k64", "i64", False, 64, 64, "fp32", 80),
+        ("plan-split-k64", "i64", True, 64, 80, "bf16", 128),
+        ("plan-prefetch-k72", "i64", True, 72, 96, None, 1),
     ):
         prefetch = name.startswith("plan-prefetch")
         constants: dict[str, Any] = {"KEEP_UNWANTED": keep, "TOUCH_LOADS": prefetch}
         constants |= {"WANTED": padded(k), "SLOTS": padded(slots)}
         part = 16384 // max(constants["WANTED"], constants["SLOTS"])
         constants |= {"WANTED_PART": min(part, padded(k)), "SLOTS_PART": min(part, padded(slots))}
-        constants |= {"BLOCK": 64, "BLOCK_PART": min(64, 8192 // padded(k))}
+        constants |= {"BLOCK": 64, "BLOCK_PART": min(64, 8192 // padded(k)), "DIM": dim, "DIM_PAD": padded(dim)}
         types = dict.fromkeys(ints, "*i32") | dict.fromkeys(sizes, "i32") | {"eviction_rank": f"*{rank}"}
         if part < max(constants["WANTED"], constants["SLOTS"]):
             types["scratch"] = "*i32"
@@ -402,6 +458,9 @@ def _aot_specs() -> list[AotSpec]:
             types |= {"n_wasted": "*i32"} if prefetch else {}
             types |= {"current_blocks": "*i64", "list_count": "*i32", "page_table": "*i64"}
             types |= {"token_betas": "*fp32", "slot_betas": "*fp32"}
+        if token is not None:
+            types |= dict.fromkeys(("k", "v", "kv_slots"), f"*{token}") | {"positions": "*i64"}
+            types |= {"beta": "*fp32", "token_slot_betas": "*fp32"}
         for argument in update_slots_kernel.arg_names:
             if argument not in types:
                 types[argument] = "constexpr"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nosa_sys.errors import CapacityError, ConfigError
-from nosa_sys.kernels.set_difference import LoadList, SlotPlan, plan_slots
+from nosa_sys.kernels.set_difference import LoadList, SlotPlan, TokenRows, plan_slots
 from tests.kernels.slot_plan_model import SIZES, Sizes, check_history
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,11 @@ def test_the_kernel_equals_the_dictionary_model() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _token(rows: int = 1, heads: int = 1, dim: int = 4, slots: int = 4) -> TokenRows:
+    x = torch.zeros(rows, heads, dim)
+    return TokenRows(x, x, x[..., 0], torch.zeros(rows).long(), torch.zeros(slots, 2, 3, 4), None)
 
 
 def _plan(wanted: list[int], slots: int = 4, **options: object) -> SlotPlan:
@@ -54,6 +59,10 @@ def _plan(wanted: list[int], slots: int = 4, **options: object) -> SlotPlan:
         (ConfigError, "either page_table or host_row_base", [1], {"page_table": None}),
         (ConfigError, "float32, keep_unwanted=True", [1], {"count_wasted": True, "ranks": torch.zeros(1, 4)}),
         (ConfigError, "keep_unwanted=False", [1], {"count_wasted": True, "keep": False}),
+        (ConfigError, r"k \(2, 1, 4\) and .* do not fit 1 rows", [1], {"token": _token(rows=2)}),
+        (ConfigError, "1 KV heads each", [1], {"token": _token(heads=2)}),
+        (ConfigError, "head_dim 4", [1], {"token": _token(dim=6)}),
+        (ConfigError, "side by side", [1], {"token": _token()._replace(k=torch.zeros(1, 1, 8)[..., ::2])}),
         (ConfigError, "use_step ranks", [1], {"use_step": torch.tensor([1]), "keep": False}),
     ],
 )
@@ -70,6 +79,22 @@ def test_a_list_that_is_full_is_refused() -> None:
         _plan([1, 2, 3, 4], loads=LoadList(rows, rows, torch.zeros(1).int()))
     with pytest.raises(CapacityError, match="2 loads after 2 exceed the list of 3"):
         _plan([1, 2], loads=LoadList(rows, rows, torch.tensor([2], dtype=torch.int32)))
+
+
+@pytest.mark.parametrize(("name", "seed"), [("token-exact", 1), ("token-without-beta", 2), ("token-kv-alone", 3)])
+def test_the_reference_writes_the_token_too(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the row by row plan of the cases; the kernel's own test is the interpreter's."""
+    pytest.importorskip("triton")
+    from nosa_sys.kernels.set_difference import cases, plan
+
+    monkeypatch.setattr(plan, "plan_slots", plan_slots)
+    case = next(c for c in cases.PLAN.cases() if c.name == name)
+    inputs = cases.PLAN.make_inputs(case, torch.device("cpu"), torch.Generator().manual_seed(seed))
+    expected = cases.PLAN.reference(inputs)
+    errors = cases.PLAN.compare(case, inputs, cases.PLAN.fast(inputs), expected)
+    assert all(error <= limit for error, limit in errors.values()), errors
+    n_written = int((~expected["kv_slots"].isnan()).any(-1).all(1).sum())
+    assert n_written == int((expected["current_rows"] >= 0).sum()) > 0
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])

@@ -30,12 +30,12 @@ from nosa_sys.engine.record_level import RECORD_SCORES
 from nosa_sys.errors import NosaError
 from nosa_sys.kernels.block_fetch import fetch_blocks, write_back
 from nosa_sys.kernels.block_selection import StepSelection, score_and_select
-from nosa_sys.kernels.eviction_head import append_token, place_token
+from nosa_sys.kernels.eviction_head import append_token
 from nosa_sys.kernels.eviction_head.append_reference import CurrentBlocks, HeadShape, TokenContext
 from nosa_sys.kernels.gated_activation import silu_mul
 from nosa_sys.kernels.paged_decode_attention import paged_decode_attention
 from nosa_sys.kernels.residual_norm import add_norm
-from nosa_sys.kernels.set_difference import LoadList, SlotPlan, plan_slots
+from nosa_sys.kernels.set_difference import LoadList, SlotPlan, TokenRows, plan_slots
 from nosa_sys.kernels.sparse_decode_attention import merge_partials, sparse_decode_attention
 from nosa_sys.kernels.step_prepare import prepare_step
 
@@ -141,8 +141,8 @@ class LanePart:
                 selection = selection._replace(block_ids=self._injected[layer])
             self.selections.append(selection)
             if self.offload:
-                plan = self._plan(layer, selection.block_ids, selection.pooled_betas)
-                place_token(k, v, beta, self.positions, self._slot_blocks(layer, plan.current_rows))
+                token = TokenRows(k, v, beta, self.positions, *self.slots(layer))
+                self._plan(layer, selection.block_ids, selection.pooled_betas, token)
         self.marks.set(self.index, layer, PLANNED)
 
     def fetch(self, layer: int, path: FetchPath, *, halves: bool = False) -> None:
@@ -244,9 +244,6 @@ class LanePart:
             context.beta_means[layer][lanes],
         )
 
-    def _slot_blocks(self, layer: int, rows: Tensor) -> CurrentBlocks:
-        return CurrentBlocks(*self.slots(layer), self.by_head(rows))
-
     def _page_blocks(self, layer: int) -> CurrentBlocks:
         pool = self.memory.pool
         return CurrentBlocks(pool.layers[layer], pool.betas[layer], self.by_head(self.geometry.page_rows))
@@ -264,14 +261,11 @@ class LanePart:
         betas = slot_betas if self.method.uses_beta else None
         return sparse_decode_attention(self.q, kv, betas, rows.view(shape), ids, self.geometry.lengths, counts=counts)
 
-    def _plan(self, layer: int, ids: Tensor, pooled_betas: Tensor | None) -> SlotPlan:
-        """Slots of the wanted blocks; misses go to the layer's load list."""
+    def _plan(self, layer: int, ids: Tensor, pooled_betas: Tensor | None, token: TokenRows | None = None) -> None:
+        """Slots of the wanted blocks; misses go to the layer's load list, the token into its block."""
         split = self.cfg.topk if self.spec.splits_attention else None
-        plan = self.plan_into(
-            layer, ids, pooled_betas, dataclasses.replace(self.loads, count=self.counts[layer : layer + 1]), split=split
-        )
-        self.plans.append(plan)
-        return plan
+        loads = dataclasses.replace(self.loads, count=self.counts[layer : layer + 1])
+        self.plans.append(self.plan_into(layer, ids, pooled_betas, loads, split=split, token=token))
 
     def plan_into(
         self,
@@ -282,6 +276,7 @@ class LanePart:
         *,
         split: int | None = None,
         speculative: bool = False,
+        token: TokenRows | None = None,
     ) -> SlotPlan:
         """``plan_slots`` for wanted ``ids`` [row, kv_head, k]. ``speculative``: blocks that are loaded count as not
         used yet."""
@@ -310,6 +305,7 @@ class LanePart:
             split=split,
             touch="loads" if speculative else "wanted",
             count_wasted=self.spec.options.n_prefetch > 0,
+            token=token,
         )
 
 
