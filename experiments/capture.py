@@ -47,13 +47,23 @@ class CaptureRequest:
     device: str = "cpu"
     adapter: str | None = None
     convert_dense: bool = False
-    schedule: str = "serial"
+    schedule: str | None = None
+    runner: str | None = None
+    offload: bool | None = None
+    n_prefetch: int | None = None
+    prefill_chunk: int = 512
+    timed: bool = False
     record_scores: bool = False
     force_tokens: tuple[tuple[int, ...], ...] | str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     ignore_eos: bool = False
     max_prompt_tokens: int | None = None
     threads: int | None = None
+
+    def engine_options(self) -> dict[str, Any]:
+        """What an Engine takes of it."""
+        names = ("method", "schedule", "slots", "policy", "runner", "offload", "n_prefetch", "prefill_chunk", "timed")
+        return {name: getattr(self, name) for name in names}
 
 
 def open_model(request: CaptureRequest) -> LoadedModel:
@@ -117,18 +127,16 @@ def run_capture(
 
     # the last token of a prompt runs as the first decode step
     total_prefill = sum(len(prompt) - 1 for prompt in prompts)
-    with Recorder(directory, facts=facts, overwrite=True) as recorder:
+    on_gpu = request.device.startswith("cuda")
+    with Recorder(directory, facts=facts, overwrite=True, background=on_gpu) as recorder:
         engine = Engine(
             loaded.model,
             request.sparse,
-            method=request.method,
-            schedule=request.schedule,
-            slots=request.slots,
-            policy=request.policy,
             max_batch=len(prompts),
             recorder=recorder,
             record_scores=request.record_scores,
             on_prefill=on_prefill,
+            **request.engine_options(),
         )
         eos = () if request.ignore_eos else loaded.tokenizer.eos_ids
         for index, prompt in enumerate(prompts):

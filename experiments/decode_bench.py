@@ -29,6 +29,7 @@ from nosa_sys.models.llama import LlamaModel
 
 PART_STEPS = 32
 PHASES = ("select", "h2d", "attention", "other")
+_ALLOCATED = ("device_slot_bytes", "device_context_bytes", "host_pool_bytes", "host_pinned_bytes")
 
 
 def measure(
@@ -185,7 +186,7 @@ def segment_figures(bench: Workbench, cell: DecodeCell, log: StepLog, first: int
         "wasted_prefetch_bytes_per_step": mean(log.wasted_loads) * block_bytes,
         **bench.rates.utilisation(wall_s / n, h2d_bytes, needed),
         "gpu_peak_bytes": log.gpu_peak_bytes,
-        **{name: log.summary.get(name) for name in ("device_slot_bytes", "device_context_bytes", "host_pool_bytes")},
+        **{name: log.summary.get(name) for name in _ALLOCATED},
     }
 
 

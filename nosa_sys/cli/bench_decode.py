@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nosa_sys.cli import console as out
 from nosa_sys.cli.budgets import resolve_budgets
+from nosa_sys.cli.memory_rows import MemoryNeed, note_memory
 from nosa_sys.cli.options import BudgetFlags, CacheFlags, JsonFlag, Overwrite, grouped
 from nosa_sys.cli.requests import read_prompt
 from nosa_sys.cli.settings import Settings
 from nosa_sys.errors import ConfigError
+from nosa_sys.model_shape import ModelShape
 from nosa_sys.outputs import check_output, write_whole
 from nosa_sys.slot_count import slots_of
 from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.traces.schema import TraceMeta
+
+if TYPE_CHECKING:
+    from nosa_sys.experiments.decode_bench_request import BenchRequest
 
 PEERS = ("none", "transformers-dynamic", "transformers-offloaded")
 _SHOWN = (
@@ -34,7 +41,8 @@ _SHOWN = (
     ("step over its bytes at the copy rate", "step_over_floor"),
     ("GPU bytes kept a sequence / FullAttn", ("sequence_gpu_bytes", "sequence_full_kv_bytes")),
     ("equivalent batch / paper's rule", ("equivalent_batch", "equivalent_batch_paper_rule")),
-    ("GPU slots / context / host pool bytes", ("device_slot_bytes", "device_context_bytes", "host_pool_bytes")),
+    ("device KV / context bytes, allocated", ("device_slot_bytes", "device_context_bytes")),
+    ("host pool bytes, allocated / pinned", ("host_pool_bytes", "host_pinned_bytes")),
     ("GPU bytes, planned / peak", ("planned_gpu_bytes", "gpu_peak_bytes")),
     ("host bytes, planned", "planned_host_bytes"),
 )
@@ -60,7 +68,9 @@ def command(
     model_shape: Annotated[
         str | None, typer.Option("--model-shape", help="Preset or config.json: random weights of that shape.")
     ] = None,
-    schedule: Annotated[str, typer.Option("--schedule", help="Order of copies and compute.")] = "fused_kv",
+    schedule: Annotated[
+        str, typer.Option("--schedule", help="serial, fused_kv, split_merge, two_batch, prefetch or auto.")
+    ] = "fused_kv",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 8,
     context: Annotated[int, typer.Option("--context", min=1, help="Prompt tokens of each sequence.")] = 16384,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps.")] = 256,
@@ -138,7 +148,9 @@ def command(
         parts=parts,
         seed=seed,
     )
+    need = _memory(settings, request)
     settings.banner(out.stderr(), "bench decode")
+    need.refuse_unless_fits()
     document = run_request(request)
     console = out.human(json)
     for row in document["rows"]:
@@ -147,6 +159,32 @@ def command(
         _write(out_file, document, overwrite=overwrite)
     if json:
         out.print_json(document)
+
+
+def _memory(settings: Settings, request: BenchRequest) -> MemoryNeed:
+    """Bytes at the end of the run, noted; of a trace's sets for its longest sequence."""
+    import torch
+
+    from nosa_sys.experiments.decode_bench_run import Segment, n_table_steps
+
+    device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shape = ModelShape.resolve(str(request.model or request.model_shape))
+    default = shape.dtype if request.model is None else "bfloat16" if device.startswith("cuda") else "float32"
+    tokens = request.context + n_table_steps([Segment("", request.warmup, request.steps)])
+    if request.trace is not None:
+        sequences = TraceMeta.load(request.trace).sequences
+        tokens = max((s.prompt_tokens + s.new_tokens for s in sequences), default=tokens)
+    return note_memory(
+        settings,
+        dataclasses.replace(shape, dtype=request.dtype or default),
+        request.sparse,
+        request.method,
+        n_slots=request.slots or request.sparse.topk,
+        offload=request.offload,
+        batch=request.batch,
+        tokens=tokens,
+        device=device,
+    )
 
 
 def _table(row: dict[str, Any]) -> Any:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from nosa_sys.cli.console import size
 from nosa_sys.cli.options import BudgetFlags
 from nosa_sys.cli.settings import Settings
 from nosa_sys.errors import ConfigError
-from nosa_sys.model_shape import ModelShape
 from nosa_sys.sparse_config import SparseConfig
 
 
@@ -116,19 +114,3 @@ def _window(
 
 def _both(blocks: int, block_size: int) -> str:
     return f"{blocks} blocks = {blocks * block_size:,} tokens"
-
-
-def note_bytes(
-    settings: Settings, config: SparseConfig, shape: ModelShape, *, slots: int, tokens: int, batch: int, host_dtype: str
-) -> dict[str, int]:
-    """Bytes per block, on the device (slots, compressed keys, betas) and on the host, for ``tokens`` of context."""
-    heads = shape.n_layers * shape.n_kv_heads * batch
-    block_bytes = shape.kv_block_bytes(config.block_size, host_dtype)
-    windows = config.n_windows(tokens)
-    device = heads * (slots * shape.kv_block_bytes(config.block_size) + windows * (shape.head_dim + 1) * 4)
-    device += heads * slots * config.block_size * 4
-    host = heads * config.n_blocks(tokens) * block_bytes
-    settings.note("block (K+V, one head)", f"{size(block_bytes)} ({block_bytes:,} bytes)", "derived")
-    settings.note("device KV, keys, betas", size(device), "derived")
-    settings.note("host KV", size(host), "derived")
-    return {"block_bytes": block_bytes, "device_bytes": device, "host_bytes": host}

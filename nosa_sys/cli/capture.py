@@ -9,12 +9,14 @@ import typer
 
 from nosa_sys.cli import console as out
 from nosa_sys.cli.decode_progress import DecodeProgress
+from nosa_sys.cli.memory_rows import allocated_rows
 from nosa_sys.cli.options import (
     BudgetFlags,
     CacheFlags,
     ConfigFile,
     DecodeFlags,
     DryRun,
+    EngineFlags,
     JsonFlag,
     ModelFlags,
     Overwrite,
@@ -25,6 +27,7 @@ from nosa_sys.cli.options import (
 from nosa_sys.cli.requests import build_request, read_prompt
 from nosa_sys.cli.settings import Settings, read_yaml_mapping
 from nosa_sys.errors import ConfigError
+from nosa_sys.methods import get_method
 from nosa_sys.outputs import check_output, partial_path, whole_directory
 
 NAME = "capture"
@@ -36,8 +39,16 @@ def command(
     decode: DecodeFlags,
     budgets: BudgetFlags,
     cache: CacheFlags,
+    engine: EngineFlags,
     out_dir: Annotated[Path, typer.Option("--out", help="The trace directory to write.")],
     scores: Annotated[bool, typer.Option("--scores", help="Keep scores, for replay under other budgets.")] = False,
+    timeline: Annotated[
+        bool,
+        typer.Option(
+            "--timeline",
+            help="Also write timeline.json.gz (runner graph or kernels); each of its clock marks costs 1 to 2 us.",
+        ),
+    ] = False,
     force_tokens: Annotated[
         Path | None,
         typer.Option("--force-tokens", help="Decode this text (or .json of token ids), whatever the model says."),
@@ -55,8 +66,8 @@ def command(
     """
     if not decode.prompt_file:
         raise ConfigError("--prompt-file is missing; give a UTF-8 text file (repeat it for a batch)")
-    known = [n for n in field_names(BudgetFlags, CacheFlags, ModelFlags, DecodeFlags) if n != "prompt_file"]
-    settings = Settings(read_yaml_mapping(config, [*known, "seed"]) if config else {})
+    known = {"seed", *field_names(BudgetFlags, CacheFlags, EngineFlags, ModelFlags, DecodeFlags)} - {"prompt_file"}
+    settings = Settings(read_yaml_mapping(config, known) if config else {})
     prompts = tuple(read_prompt(path) for path in decode.prompt_file)
     settings.note("prompts", ", ".join(str(path) for path in decode.prompt_file), "flag")
     check_output(out_dir, overwrite=overwrite)
@@ -64,22 +75,31 @@ def command(
 
     if force_tokens is not None and not force_tokens.is_file():
         raise ConfigError(f"no such file: {force_tokens}")
-    request = build_request(
+    request, need = build_request(
         settings,
         prompts,
         model,
         budgets,
         cache,
+        engine,
         decode,
         seed=seed,
         record_scores=scores,
+        timed=timeline,
         force_tokens=None if force_tokens is None else read_force_tokens(force_tokens),
     )
+    if request.offload is False and not get_method(request.method).dense:
+        raise ConfigError(
+            "a trace counts the blocks that cross to the device, and with --no-offload none do; leave it out"
+        )
+    settings.note("timeline", timeline, "flag" if timeline else "default")
     settings.banner(out.stderr(), "capture")
     if dry_run:
         if json:
             out.print_json({"options": settings.to_dict(), "dry_run": True})
         return
+    if need is not None:
+        need.refuse_unless_fits()
     try:
         with (
             whole_directory(out_dir, overwrite=overwrite, keep_when_interrupted=True) as partial,
@@ -122,5 +142,7 @@ def summary_table(document: dict[str, Any]) -> Any:
         ("warm step, ms", document["warm_step_ms"]),
         ("tokens/s per sequence", document["tokens_per_s_per_sequence"]),
         ("tokens/s, aggregate", document["tokens_per_s"]),
+        ("schedule (in use at the end)", f"{document['schedule']} ({document['schedule_in_use']})"),
+        *allocated_rows(document),
     ]
     return out.table(f"capture, measured on {document['device']}", ("figure", "value"), rows)

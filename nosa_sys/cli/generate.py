@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from nosa_sys.cli import console as out
+from nosa_sys.cli.memory_rows import allocated_rows
 from nosa_sys.cli.options import (
     BudgetFlags,
     CacheFlags,
     ConfigFile,
     DecodeFlags,
     DryRun,
+    EngineFlags,
     JsonFlag,
     ModelFlags,
     Seed,
@@ -33,6 +35,7 @@ def command(
     decode: DecodeFlags,
     budgets: BudgetFlags,
     cache: CacheFlags,
+    engine: EngineFlags,
     prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt itself, instead of --prompt-file.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     seed: Seed = None,
@@ -50,15 +53,17 @@ def command(
     text = prompt if prompt is not None else read_prompt(files[0])
     if not text:
         raise ConfigError("the prompt is empty; give at least one character")
-    known = [n for n in field_names(BudgetFlags, CacheFlags, ModelFlags, DecodeFlags) if n != "prompt_file"]
-    settings = Settings(read_yaml_mapping(config, [*known, "seed"]) if config else {})
-    request = build_request(settings, (text,), model, budgets, cache, decode, seed=seed)
+    known = {"seed", *field_names(BudgetFlags, CacheFlags, EngineFlags, ModelFlags, DecodeFlags)} - {"prompt_file"}
+    settings = Settings(read_yaml_mapping(config, known) if config else {})
+    request, need = build_request(settings, (text,), model, budgets, cache, engine, decode, seed=seed)
     if json or dry_run:
         settings.banner(out.stderr(), "generate")
     if dry_run:
         if json:
             out.print_json({"options": settings.to_dict(), "dry_run": True})
         return
+    if need is not None:
+        need.refuse_unless_fits()
     from nosa_sys.engine.engine import Engine  # torch takes its time
     from nosa_sys.experiments.capture import device_name, encode_prompts, open_model
 
@@ -69,24 +74,23 @@ def command(
         tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     else:
         tokens = encode_prompts(request, tokenizer)[0]
-    engine = Engine(
-        loaded.model, request.sparse, method=request.method, slots=request.slots, policy=request.policy, max_batch=1
-    )
+    decoder = Engine(loaded.model, request.sparse, max_batch=1, **request.engine_options())
     eos = () if request.ignore_eos else tokenizer.eos_ids
-    sequence = engine.add(tokens, request.max_new_tokens, request.sampling, eos)
+    sequence = decoder.add(tokens, request.max_new_tokens, request.sampling, eos)
     stream = tokenizer.stream()
     target = sys.stderr if json else sys.stdout
-    for event in engine.stream():
+    for event in decoder.stream():
         if not tokenizer.is_special(event.token):
             target.write(stream.push(event.token))
             target.flush()
     target.write(stream.finish() + "\n")
     target.flush()  # the speed goes to stderr: it must not overtake the text
-    summary = engine.summary()
+    summary = decoder.summary()
     speed = out.number(summary["tokens_per_s_per_sequence"])
     out.stderr().print(f"{speed} tokens/s, measured on {device_name(request.device)}", style="dim")
+    out.stderr().print("; ".join(f"{name}: {value}" for name, value in allocated_rows(summary)), style="dim")
     if json:
-        new_tokens = engine.outputs[sequence]
+        new_tokens = decoder.outputs[sequence]
         out.print_json(
             {
                 "kind": "generate",

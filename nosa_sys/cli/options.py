@@ -32,6 +32,7 @@ def _option(*names: str, panel: str, text: str, **more: Any) -> Any:
 
 _BUDGET = "Budgets (blocks or tokens)"
 _CACHE = "Method and slot cache"
+_ENGINE = "Engine"
 _MODEL = "Model"
 _DECODE = "Decoding"
 
@@ -73,6 +74,40 @@ class CacheFlags:
     ] = None
     policy: Annotated[
         str | None, _option("--policy", panel=_CACHE, text="exact (slots = k), lru, beta; belady in replay.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """How the engine runs its steps."""
+
+    schedule: Annotated[
+        str | None,
+        _option(
+            "--schedule",
+            panel=_ENGINE,
+            text="Order of copies and compute: serial, fused_kv, split_merge, two_batch, prefetch, or auto, which "
+            "tries some and keeps the fastest. Default: serial with runner eager, else auto.",
+        ),
+    ] = None
+    runner: Annotated[
+        str | None,
+        _option(
+            "--runner",
+            panel=_ENGINE,
+            text="graph (CUDA graphs; default on a GPU), kernels (the same launches without a graph) or eager "
+            "(operations one by one; default on a CPU).",
+        ),
+    ] = None
+    offload: Annotated[
+        bool | None,
+        _option("--offload/--no-offload", panel=_ENGINE, text="KV in host memory, or all of it on the device."),
+    ] = None
+    n_prefetch: Annotated[
+        int | None,
+        _option(
+            "--n-prefetch", panel=_ENGINE, text="Guesses a head of schedule prefetch (default: all slots > k).", min=1
+        ),
     ] = None
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nosa_sys.cli.budgets import note_bytes, resolve_budgets
-from nosa_sys.cli.options import BudgetFlags, CacheFlags, DecodeFlags, ModelFlags
+from nosa_sys.cli.budgets import resolve_budgets
+from nosa_sys.cli.memory_rows import MemoryNeed, note_memory
+from nosa_sys.cli.options import BudgetFlags, CacheFlags, DecodeFlags, EngineFlags, ModelFlags
 from nosa_sys.cli.settings import Settings
 from nosa_sys.errors import ConfigError
 from nosa_sys.methods import get_method
@@ -46,14 +48,18 @@ def build_request(
     model: ModelFlags,
     budgets: BudgetFlags,
     cache: CacheFlags,
+    engine: EngineFlags,
     decode: DecodeFlags,
     *,
     seed: int | None,
     record_scores: bool = False,
     force_tokens: Any = None,
-) -> CaptureRequest:
-    """Resolve and note every setting; raises before any weight is read."""
+    timed: bool = False,
+) -> tuple[CaptureRequest, MemoryNeed | None]:
+    """Resolve and note every setting; raises before any weight is read. The bytes needed are None for a model whose
+    shape is not known yet."""
     from nosa_sys.engine.sampling import SamplingParams  # torch: only the verbs that decode wait for it
+    from nosa_sys.engine.setup import resolve_guesses, resolve_policy
     from nosa_sys.experiments.capture import CaptureRequest
 
     name = settings.pick("model", model.model, DEFAULT_MODEL)
@@ -63,13 +69,16 @@ def build_request(
     given, slots_origin = settings.find("slots", cache.slots, None)
     slots = None if given is None else slots_of(given, sparse.topk)
     dense = get_method(method).dense
-    if not dense:
+    offload, offload_origin = settings.find("offload", engine.offload, bool)
+    offloads = not dense if offload is None else bool(offload)
+    settings.note("offload", offloads, offload_origin or "derived from method")
+    if offloads:
         settings.note("slots", sparse.topk if slots is None else slots, slots_origin or "derived: k")
     n_slots = sparse.topk if slots is None else slots
     if n_slots > _MAX_COUNT:
         raise ConfigError(f"slots={n_slots} exceeds the limit of {_MAX_COUNT}")
     policy, policy_origin = settings.find("policy", cache.policy, str)
-    if not dense:
+    if offloads:
         shown = policy if policy is not None else ("exact" if n_slots <= sparse.topk else "lru")
         settings.note("policy", shown, policy_origin or "derived")
     if policy == "belady":
@@ -79,6 +88,7 @@ def build_request(
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPE_BYTES)}")
     device = settings.pick("device", model.device, "cpu")
+    chosen = _engine_choices(settings, engine, device, timed=timed)
     sampling = SamplingParams(
         temperature=settings.pick("temperature", decode.temperature, 0.0),
         top_p=settings.pick("top_p", decode.top_p, 1.0),
@@ -97,19 +107,38 @@ def build_request(
     settings.note("threads", "as torch chooses" if threads is None else threads, threads_origin or "default")
     adapter, adapter_origin = settings.find("adapter", None if model.adapter is None else str(model.adapter), str)
     settings.note("adapter", adapter or "as shipped or in the checkpoint", adapter_origin or "default")
+    need = None
+    resolve_guesses(
+        chosen["n_prefetch"],
+        chosen["schedule"],
+        chosen["runner"],
+        resolve_policy(policy, n_slots, sparse.topk),
+        n_spare=n_slots - sparse.topk,
+        offload=offloads,
+    )
     if name in PRESETS or Path(name).is_dir():
         tokens = max(len(text) for text in prompts) / _CHARACTERS_PER_TOKEN
         tokens = int(min(tokens, cut) if cut is not None else tokens) + new_tokens
         settings.note("context, estimated", f"about {tokens:,} tokens", "derived")
-        shape = ModelShape.resolve(name)
-        note_bytes(settings, sparse, shape, slots=n_slots, tokens=tokens, batch=len(prompts), host_dtype=dtype)
-    return CaptureRequest(
+        shape = dataclasses.replace(ModelShape.resolve(name), dtype=dtype)
+        need = note_memory(
+            settings,
+            shape,
+            sparse,
+            method,
+            n_slots=n_slots,
+            offload=offloads,
+            batch=len(prompts),
+            tokens=tokens,
+            device=device,
+        )
+    request = CaptureRequest(
         sparse=sparse,
         prompts=prompts,
         max_new_tokens=new_tokens,
         model=name,
         method=method,
-        slots=None if dense and slots is None else n_slots,
+        slots=n_slots if offloads else slots,
         policy=policy,
         head=head,
         dtype=dtype,
@@ -122,4 +151,26 @@ def build_request(
         ignore_eos=settings.pick("ignore_eos", decode.ignore_eos, False),
         max_prompt_tokens=cut,
         threads=threads,
+        offload=offload,
+        timed=timed,
+        **chosen,
     )
+    return request, need
+
+
+def _engine_choices(settings: Settings, engine: EngineFlags, device: str, *, timed: bool) -> dict[str, Any]:
+    """Runner, schedule, guesses and prefill chunk, noted; ConfigError for what the engine does not have."""
+    from nosa_sys.engine.setup import default_prefill_chunk, resolve_runner, resolve_schedule
+
+    kind = device.split(":")[0]
+    runner, origin = settings.find("runner", engine.runner, str)
+    runner = settings.note("runner", resolve_runner(runner, kind), origin or "derived from device")
+    schedule, origin = settings.find("schedule", engine.schedule, str)
+    schedule = settings.note("schedule", resolve_schedule(schedule, runner), origin or "derived from runner")
+    n_prefetch, origin = settings.find("n_prefetch", engine.n_prefetch, int)
+    if origin:
+        settings.note("n_prefetch", n_prefetch, origin)
+    chunk = settings.note("prefill chunk, tokens", default_prefill_chunk(kind), "derived from device")
+    if timed and runner == "eager":
+        raise ConfigError("--timeline needs --runner graph or kernels: the eager runner sets no clock marks")
+    return {"runner": runner, "schedule": schedule, "n_prefetch": n_prefetch, "prefill_chunk": chunk}

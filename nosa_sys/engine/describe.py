@@ -84,6 +84,7 @@ def summary(engine: Engine, figures: dict[str, Any]) -> dict[str, object]:
         "device_slot_bytes": memory.device_kv_bytes,
         "device_context_bytes": memory.context.allocated_bytes,
         "host_pool_bytes": memory.host_pool_bytes,
+        "host_pinned_bytes": memory.pool.pinned_bytes,
         **figures,
         "notes": notes,
     }

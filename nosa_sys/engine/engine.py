@@ -15,7 +15,6 @@ from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.metrics import RunMetrics
 from nosa_sys.engine.pinned import PinnedArena
 from nosa_sys.engine.plan import StepBatch, StepPlan, make_batch
-from nosa_sys.engine.policies import get_policy
 from nosa_sys.engine.prefill import PrefillRunner
 from nosa_sys.engine.record_level import RECORD_NOTHING, RECORD_SCORES, RECORD_SELECTIONS
 from nosa_sys.engine.recorder import Recorder
@@ -23,7 +22,15 @@ from nosa_sys.engine.runner import NOT_FINITE, StepResult
 from nosa_sys.engine.sampling import Draws, SamplingParams, draw_rows
 from nosa_sys.engine.sequence import Sequence as LiveSequence
 from nosa_sys.engine.sequence import SequenceState, TokenEvent, make_request
-from nosa_sys.engine.setup import check_injection, check_sizes, make_runner, resolve_schedule, resolve_slots
+from nosa_sys.engine.setup import (
+    check_injection,
+    check_sizes,
+    make_runner,
+    resolve_policy,
+    resolve_runner,
+    resolve_schedule,
+    resolve_slots,
+)
 from nosa_sys.errors import ConfigError, NosaError, NumericsError
 from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
@@ -103,9 +110,7 @@ class Engine:
         self.method.check(sparse)
         self.offload = not self.method.dense if offload is None else offload
         self.slots = resolve_slots(slots, sparse, offload=self.offload)
-        if policy is None:
-            policy = "exact" if self.slots <= sparse.topk else "lru"
-        self.policy = get_policy(policy)
+        self.policy = resolve_policy(policy, self.slots, sparse.topk)
         check_sizes(prefill_chunk=prefill_chunk, max_batch=max_batch, host_memory_bytes=host_memory_bytes)
         if host_kv_dtype not in (None, model.shape.dtype):
             raise ConfigError(f"host_kv_dtype={host_kv_dtype!r} must equal the model's dtype {model.shape.dtype!r}")
@@ -124,7 +129,7 @@ class Engine:
         )
         self._prefill = PrefillRunner(model, self.memory, prefill_chunk, on_prefill)
         record = RECORD_SCORES if record_scores else RECORD_SELECTIONS if recorder or inspect else RECORD_NOTHING
-        self.runner_name = runner or ("graph" if model.device.type == "cuda" else "eager")
+        self.runner_name = resolve_runner(runner, model.device.type)
         self.schedule = resolve_schedule(schedule, self.runner_name)
         self._runner = make_runner(
             self.runner_name,

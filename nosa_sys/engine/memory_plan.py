@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+from nosa_sys.engine.pinned import refuse_unless_free
+from nosa_sys.engine.tensors import free_bytes
 from nosa_sys.methods import Method
 from nosa_sys.model_shape import DTYPE_BYTES, ModelShape
 from nosa_sys.sparse_config import SparseConfig
@@ -54,6 +58,18 @@ def required_bytes(
 def device_bytes(required: dict[str, int]) -> int:
     """Sum of what lies on the device."""
     return sum(value for name, value in required.items() if name.startswith("device_"))
+
+
+def refuse_unless_fits(required: dict[str, int], weight_bytes: int, device: torch.device, what: str) -> None:
+    """CapacityError where weights and ``required`` exceed what is free, on the device or in host memory. ``what`` says
+    whose KV it is. On a CPU both are host memory."""
+    on_device, on_host = weight_bytes + device_bytes(required), required["host_pool_bytes"]
+    remedy = "take fewer or shorter sequences (--max-prompt-tokens, --context, --batch), or fewer slots"
+    if device.type != "cuda":
+        on_host, on_device = on_host + on_device, 0
+    refuse_unless_free(on_host, free_bytes(torch.device("cpu")), f"host memory for {what}", remedy)
+    if on_device:
+        refuse_unless_free(on_device, free_bytes(device), f"device memory for weights and {what}", remedy)
 
 
 def prefill_buffer_bytes(shape: ModelShape, n_tokens: int) -> int:

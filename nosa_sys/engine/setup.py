@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nosa_sys.engine.decode import DecodeRunner
 from nosa_sys.engine.injection import Injection
 from nosa_sys.engine.memory import Memory
-from nosa_sys.engine.policies import Policy
+from nosa_sys.engine.policies import Policy, get_policy
 from nosa_sys.engine.record_level import RECORD_SCORES
 from nosa_sys.engine.runner import EagerRunner, StepRunner
 from nosa_sys.engine.schedules import get_schedule
@@ -13,6 +15,9 @@ from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.methods import Method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
+
+if TYPE_CHECKING:
+    from nosa_sys.engine.cuda.schedules import StepSchedule
 
 RUNNERS = ("graph", "kernels", "eager")
 AUTO = "auto"
@@ -35,6 +40,11 @@ def resolve_slots(slots: int | None, sparse: SparseConfig, *, offload: bool) -> 
     return slots
 
 
+def resolve_policy(policy: str | None, slots: int, topk: int) -> Policy:
+    """The policy asked for; by default exact where there are no slots beyond k, else lru."""
+    return get_policy(policy or ("exact" if slots <= topk else "lru"))
+
+
 def check_sizes(*, prefill_chunk: int, max_batch: int, host_memory_bytes: int | None) -> None:
     """ConfigError for a size below 1."""
     for name, value in (("prefill_chunk", prefill_chunk), ("max_batch", max_batch)):
@@ -55,9 +65,56 @@ def check_injection(injection: Injection, method: Method, *, max_batch: int, rec
         )
 
 
+def default_prefill_chunk(device_type: str) -> int:
+    """Prompt tokens per prefill pass where nobody says: a GPU needs more of them to be busy."""
+    return 2048 if device_type == "cuda" else 512
+
+
+def resolve_runner(runner: str | None, device_type: str) -> str:
+    """The runner asked for, or that of the device. ConfigError for an unknown one, and for graphs without CUDA."""
+    name = runner or ("graph" if device_type == "cuda" else "eager")
+    if name not in RUNNERS:
+        raise ConfigError(f"unknown runner {name!r}; known: {', '.join(RUNNERS)}")
+    if name == "graph" and device_type != "cuda":
+        raise ConfigError("runner='graph' needs a CUDA device; use 'eager' or 'kernels'")
+    return name
+
+
 def resolve_schedule(schedule: str | None, runner: str) -> str:
-    """The schedule asked for; by default the fastest one found while running, serial where nothing overlaps."""
-    return schedule or ("serial" if runner == "eager" else AUTO)
+    """The schedule asked for; by default the fastest one found while running, serial where nothing overlaps.
+
+    ConfigError for one that the runner does not have."""
+    name = schedule or ("serial" if runner == "eager" else AUTO)
+    if runner == "eager":
+        get_schedule(name)
+    elif name != AUTO:
+        _step_schedule(name)
+    return name
+
+
+def _step_schedule(name: str) -> StepSchedule:
+    from nosa_sys.engine.cuda.schedules import get_step_schedule
+
+    return get_step_schedule(name)
+
+
+def resolve_guesses(
+    n_prefetch: int | None, schedule: str, runner: str, policy: Policy, *, n_spare: int, offload: bool
+) -> int:
+    """Guesses a head of a schedule that speculates (by default all ``n_spare`` slots beyond k), 0 for any other.
+
+    ConfigError where there is no room to guess, or nobody who does."""
+    if runner == "eager" or schedule == AUTO or not _step_schedule(schedule).speculates:
+        if n_prefetch:
+            raise ConfigError(f"n_prefetch={n_prefetch}: schedule {schedule} does not speculate; use schedule prefetch")
+        return 0
+    guesses = n_spare if n_prefetch is None else n_prefetch
+    if not (offload and policy.ranks_by_use and 1 <= guesses <= n_spare):
+        raise ConfigError(
+            f"schedule {schedule} needs offloading, policy lru and 1 <= n_prefetch={guesses} <= spare slots "
+            f"(slots - topk = {n_spare}); raise slots"
+        )
+    return guesses
 
 
 def make_runner(
@@ -76,11 +133,9 @@ def make_runner(
     fetch_only: bool,
     n_prefetch: int | None,
 ) -> StepRunner:
-    """The runner that ``name`` asks for. ConfigError for what it cannot do."""
-    if name not in RUNNERS:
-        raise ConfigError(f"unknown runner {name!r}; known: {', '.join(RUNNERS)}")
-    if name == "graph" and model.device.type != "cuda":
-        raise ConfigError("runner='graph' needs a CUDA device; use 'eager' or 'kernels'")
+    """The runner that ``name`` (see `resolve_runner`) asks for. ConfigError for what it cannot do."""
+    n_spare = memory.n_slots - memory.cfg.topk
+    guesses = resolve_guesses(n_prefetch, schedule, name, policy, n_spare=n_spare, offload=memory.offload)
     if name == "eager":
         asked = {"timed": timed, "skip_fetch": skip_fetch, "fetch_only": fetch_only}
         if refused := [option for option, given in asked.items() if given]:
@@ -91,24 +146,12 @@ def make_runner(
         )
     from nosa_sys.engine.cuda.fetch_choice import fetch_paths
     from nosa_sys.engine.cuda.runner import GraphRunner
-    from nosa_sys.engine.cuda.schedules import get_step_schedule
     from nosa_sys.engine.cuda.spec import StepOptions
 
     names: tuple[str, ...] = (schedule,)
     if schedule == AUTO:
         names = _CANDIDATES if memory.offload else _CANDIDATES[:1]
-    schedules = [get_step_schedule(name) for name in names]
-    n_spare = memory.n_slots - memory.cfg.topk
-    guesses = 0
-    if schedules[0].speculates:
-        guesses = n_spare if n_prefetch is None else n_prefetch
-        if not (memory.offload and policy.ranks_by_use and 1 <= guesses <= n_spare):
-            raise ConfigError(
-                f"schedule {schedule} needs offloading, policy lru and 1 <= n_prefetch={guesses} <= spare slots "
-                f"(slots - topk = {n_spare}); raise slots"
-            )
-    elif n_prefetch:
-        raise ConfigError(f"n_prefetch={n_prefetch}: schedule {schedule} does not speculate; use schedule prefetch")
+    schedules = [_step_schedule(name) for name in names]
     if fetch_only and injection is None:
         raise ConfigError("fetch_only needs injected selections: without attention nothing tells what to select")
     alone, beside = fetch_paths(model.device)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
+from nosa_sys.cli.options import EngineFlags
+from nosa_sys.engine.cuda.schedules import STEP_SCHEDULES
+from nosa_sys.engine.setup import AUTO
 from nosa_sys.traces.reader import Trace
 from tests.cli.conftest import BUDGETS, KERNEL, Nosa
 
@@ -122,3 +126,96 @@ def test_generate_streams_text_and_same_seed_gives_same_text(nosa: Nosa, checkpo
     plain = nosa(*arguments, *BUDGETS, *KERNEL)
     assert plain.status == 0
     assert plain.out.endswith("\n")
+
+
+def engine_run(prompt: Path, checkpoint: Path, out: Path, *more: object) -> tuple[object, ...]:
+    return (
+        *("capture", "--model", checkpoint, "--prompt-file", prompt, "--max-new-tokens", 6, "--ignore-eos"),
+        *(*BUDGETS, *KERNEL, "--out", out, "--json", *more),
+    )
+
+
+def test_engine_options_reach_the_engine_and_the_banner(
+    nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path
+) -> None:
+    eager = nosa(*engine_run(prompt, checkpoint, tmp_path / "a"))
+    options = ("--runner", "kernels", "--schedule", "prefetch", "--n-prefetch", 2, "--slots", 9, "--policy", "lru")
+    fused = nosa(*engine_run(prompt, checkpoint, tmp_path / "b", *options, "--timeline"))
+    assert (eager.status, fused.status) == (0, 0), fused.err
+    assert json.loads((tmp_path / "a/tokens.json").read_text()) == json.loads((tmp_path / "b/tokens.json").read_text())
+    noted = eager.document["options"]
+    assert noted["schedule"] == {"value": "serial", "origin": "derived from runner"}
+    assert noted["runner"] == {"value": "eager", "origin": "derived from device"}
+    assert noted["offload"] == {"value": True, "origin": "derived from method"}
+    noted = fused.document["options"]
+    assert noted["schedule"] == {"value": "prefetch", "origin": "flag"}
+    assert noted["n_prefetch"] == {"value": 2, "origin": "flag"}
+    assert [Trace.open(tmp_path / name).meta.schedule for name in "ab"] == ["serial", "prefetch"]
+    assert (fused.document["runner"], fused.document["schedule_in_use"]) == ("kernels", "prefetch")
+    assert sum(Trace.open(tmp_path / "b").table("steps")["prefetch_bytes"].to_pylist()) > 0
+    assert (tmp_path / "b" / "timeline.json.gz").is_file()
+    assert not (tmp_path / "a" / "timeline.json.gz").exists()
+
+
+def test_bytes_are_asked_before_and_shown_after(nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+    done = nosa(*engine_run(prompt, checkpoint, tmp_path / "a"))
+    heads = 2 * 2  # layers x KV heads of the tiny checkpoint
+    slots = heads * 6 * 2 * 16 * 16 * 4
+    assert done.document["device_slot_bytes"] == slots
+    assert done.document["host_pinned_bytes"] == 0
+    assert f"({slots:,} bytes)" in done.err
+    asked = done.document["options"]["device KV, asked"]["value"]
+    assert int(asked.split("(")[1].split()[0].replace(",", "")) > slots, (
+        "betas, maps and the page table lie beside them"
+    )
+
+
+def test_what_cannot_fit_is_refused_before_weights_load(
+    nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nosa_sys.engine.tensors.memory_available_bytes", lambda: 10_000)
+    monkeypatch.setattr("nosa_sys.experiments.capture.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    for arguments in (
+        engine_run(prompt, checkpoint, tmp_path / "a"),
+        ("generate", "--model", checkpoint, "--prompt", "once", *BUDGETS, *KERNEL),
+        ("bench", "decode", "--model", checkpoint, "--context", 200, "--misses", 1, *BUDGETS, *KERNEL),
+    ):
+        refused = nosa(*arguments)
+        assert refused.status != 0
+        assert "10000 are free" in refused.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--runner", "graph"), "needs a CUDA device"),
+        (("--runner", "fast"), "unknown runner 'fast'"),
+        (("--schedule", "two_batch"), "unknown schedule 'two_batch'"),
+        (("--runner", "kernels", "--schedule", "seriall"), "unknown schedule 'seriall'"),
+        (("--runner", "kernels", "--schedule", "prefetch"), "raise slots"),
+        (("--n-prefetch", 2), "does not speculate"),
+        (("--timeline",), "needs --runner graph or kernels"),
+        (("--no-offload",), "leave it out"),
+    ],
+)
+def test_engine_options_that_do_not_go(
+    nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path, options: tuple[object, ...], words: str
+) -> None:
+    refused = nosa(*engine_run(prompt, checkpoint, tmp_path / "a", *options))
+    assert refused.status == 2
+    assert words in " ".join(refused.err.split())
+
+
+def test_generate_with_all_kv_on_the_device(nosa: Nosa, checkpoint: Path) -> None:
+    arguments = ("generate", "--model", checkpoint, "--prompt", "once upon a time", "--max-new-tokens", 6, "--json")
+    there, here = (nosa(*arguments, *BUDGETS, *KERNEL, flag) for flag in ("--offload", "--no-offload"))
+    assert here.status == 0, here.err
+    assert here.document["tokens"] == there.document["tokens"]
+    assert (here.document["offload"], here.document["host_pool_bytes"]) == (False, 0)
+
+
+def test_the_help_lists_the_schedules_that_exist() -> None:
+    (option,) = get_type_hints(EngineFlags, include_extras=True)["schedule"].__metadata__
+    for name in (*STEP_SCHEDULES, AUTO):
+        assert name in option.help

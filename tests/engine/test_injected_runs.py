@@ -58,7 +58,7 @@ def test_the_sets_are_what_is_selected_missed_and_recorded(runner: str, tmp_path
                 expected = 0
             assert plan.origins[layer, row, head, place] == expected
     report = check_trace(Trace.open(tmp_path))
-    assert report.ok, report.findings
+    assert report.ok, report.to_dict()
 
 
 def test_a_run_past_the_sets_is_refused() -> None:
