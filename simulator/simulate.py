@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.model_shape import ModelShape
@@ -25,8 +25,8 @@ from nosa_sys.simulator.step_times import StepCosts, StepTimes
 from nosa_sys.simulator.workload import Workload
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import MissTable
-from nosa_sys.traces.perfetto import counter, span, write_timeline_file
 from nosa_sys.traces.reader import Trace
+from nosa_sys.traces.timeline import StepMarks, write_timeline
 
 ENGINES = ("recurrence", "simpy")
 
@@ -82,7 +82,7 @@ def simulate(
     costs = _costs(workload, profile, plan)
     times, spans = plan.simpy(costs)
     if timeline is not None:
-        write_timeline_file(Path(timeline), _timeline_events(times, spans))
+        write_timeline(timeline, _marks(times, spans))
     if engine == "recurrence":  # the same numbers to the last bit, with and without a timeline
         times = plan.recurrence(costs)
     return predict(workload, profile, plan, costs, times, _rules(workload, plan))
@@ -150,22 +150,8 @@ def _rules(workload: Workload, schedule: Schedule) -> list[str]:
     return [*rules, *workload.rules]
 
 
-def _timeline_events(times: StepTimes, spans: list[list[Span]]) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    begin, identity = 0.0, 0
+def _marks(times: StepTimes, spans: list[list[Span]]) -> Iterator[StepMarks]:
+    begin = 0.0
     for step, own in enumerate(spans):
-        moved = {"h2d": 0, "d2h": 0}
-        for piece in own:
-            if piece.end_us == piece.start_us:
-                continue
-            args: dict[str, Any] = {"step": step, "layer": piece.layer}
-            if piece.track in moved:
-                moved[piece.track] += piece.n_bytes
-                args["bytes"] = piece.n_bytes
-            identity += 1
-            events += span(
-                piece.name, piece.track, begin + piece.start_us, begin + piece.end_us, identity=identity, args=args
-            )
-        events.append(counter("bytes per step", begin, moved))
+        yield StepMarks(step, begin, [(s.track, s.name, s.layer, s.start_us, s.end_us, s.n_bytes) for s in own])
         begin += float(times.step_us[step])
-    return events

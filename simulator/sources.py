@@ -30,6 +30,7 @@ from nosa_sys.traces.miss_table import MissTable
 from nosa_sys.traces.policies import get_policy
 from nosa_sys.traces.reader import Trace
 from nosa_sys.traces.replay import replay
+from nosa_sys.traces.schema import TraceMeta
 
 
 @dataclass(frozen=True)
@@ -320,7 +321,7 @@ class TraceSource:
             )
             misses, sparse, slots, policy = result.misses, result.sparse, result.slots, result.policy
             exact = not result.reselected and (slots, policy) == (meta.slots, meta.policy)
-        if meta.status == "injected":
+        if meta.injected:
             note = "the trace's selections were injected into its run, not chosen by the model"
             misses = dataclasses.replace(misses, assumptions=[*misses.assumptions, note])
         device_block_bytes = meta.model.kv_block_bytes(sparse.block_size, meta.kv_dtype)
@@ -332,5 +333,11 @@ class TraceSource:
             policy=policy,
             device_block_bytes=device_block_bytes,
             exact=exact and meta.status in ("measured", "validated"),
-            recorded_schedule=meta.schedule,
+            recorded_schedule=_moved_as(meta),
         )
+
+
+def _moved_as(meta: TraceMeta) -> str:
+    """The schedule whose model a trace's run followed: a CPU's serial order has one operation move K and V."""
+    on_cpu = meta.device.lower().startswith("cpu")
+    return "fused_kv" if on_cpu and meta.schedule == "serial" else meta.schedule

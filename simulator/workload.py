@@ -18,6 +18,7 @@ from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.memory import MemoryUse, memory_use
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import LayerStepMisses, MissTable
+from nosa_sys.traces.playback import heads_in_turn, layers_by_depth
 
 # Above these a mistyped step count would fill memory, a mistyped batch run for hours.
 MAX_CELLS = 2**24  # [step, layer] entries
@@ -93,8 +94,8 @@ class SequenceHistory:
     def for_shape(self, shape: ModelShape) -> SequenceHistory:
         """Sums over the KV heads of another model, kept as one head: [step, layer', 1]."""
         _, layers, heads = self.n_misses.shape
-        layer = ((np.arange(shape.n_layers) + 0.5) * layers / shape.n_layers).astype(np.int64)
-        repeats = np.bincount(np.arange(shape.n_kv_heads) % heads, minlength=heads)
+        layer = layers_by_depth(shape.n_layers, layers)
+        repeats = np.bincount(heads_in_turn(shape.n_kv_heads, heads), minlength=heads)
 
         def mapped(values: np.ndarray) -> np.ndarray:
             return (values.astype(np.int64) @ repeats)[:, layer, None]

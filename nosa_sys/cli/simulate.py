@@ -29,7 +29,10 @@ from nosa_sys.outputs import check_output, whole_directory
 from nosa_sys.traces.schema import TraceMeta
 
 NAME = "simulate"
-_OWN_KEYS = ("hardware", "model_shape", "context", "batch", "steps", "schedule", "h2d_gbps", "engine", "seed")
+_OWN_KEYS = (
+    *("hardware", "model_shape", "context", "batch", "steps", "schedule", "prefetch_blocks", "prefetch_hit_share"),
+    *("h2d_gbps", "engine", "seed"),
+)
 
 
 @grouped
@@ -42,7 +45,15 @@ def command(
     context: Annotated[int | None, typer.Option("--context", help="Context length in tokens.", min=1)] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="Sequences decoded together.", min=1)] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Decode steps to simulate.", min=1)] = None,
-    schedule: Annotated[str | None, typer.Option("--schedule", help="serial.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option("--schedule", help="serial, fused_kv, split_merge, two_batch or prefetch.")
+    ] = None,
+    prefetch_blocks: Annotated[
+        int | None, typer.Option("--prefetch-blocks", help="Guesses a head and step (default: all slots > k).", min=1)
+    ] = None,
+    prefetch_hit_share: Annotated[
+        float | None, typer.Option("--prefetch-hit-share", help="Share of guesses that spare a miss, in [0, 1].")
+    ] = None,
     h2d_gbps: Annotated[float | None, typer.Option("--h2d-gbps", help="Link bandwidth, GB = 1e9 bytes.")] = None,
     engine: Annotated[str | None, typer.Option("--engine", help="recurrence (fast) or simpy.")] = None,
     timeline: Annotated[Path | None, typer.Option("--timeline", help="Write Chrome trace events (json.gz).")] = None,
@@ -79,6 +90,7 @@ def command(
         "batch": _optional(settings, "batch", batch, int, "trace"),
         "steps": _optional(settings, "steps", steps, int, "trace"),
         "schedule": settings.pick("schedule", schedule, "serial"),
+        **_guesses(settings, prefetch_blocks, prefetch_hit_share),
         "sparse": sparse if changed else None,
         "method": method if changed else None,
         "slots": None if kept else slots,
@@ -121,6 +133,16 @@ def _optional(settings: Settings, name: str, flag: Any, kind: type, default_text
         settings.note(name, f"as in the {default_text}", "default")
         return None
     return settings.note(name, value, str(origin))
+
+
+def _guesses(settings: Settings, n_blocks: int | None, hit_share: float | None) -> dict[str, Any]:
+    """What schedule prefetch guesses; noted where it was given."""
+    found: dict[str, Any] = {}
+    for name, flag, kind in (("prefetch_blocks", n_blocks, int), ("prefetch_hit_share", hit_share, float)):
+        value, origin = settings.find(name, flag, kind)
+        if origin is not None:
+            found[name] = settings.note(name, value, origin)
+    return found
 
 
 def summary_table(document: dict[str, Any]) -> Any:

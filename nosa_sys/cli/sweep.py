@@ -19,6 +19,12 @@ def command(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to sweep.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Directory of results.parquet and summary.json.")],
     workers: Annotated[int | None, typer.Option("--workers", help="Processes (default: all cores).", min=1)] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            "--schedule", help="serial, fused_kv, split_merge, two_batch or prefetch, instead of the recipe's."
+        ),
+    ] = None,
     seed: Seed = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
@@ -35,12 +41,17 @@ def command(
     origin = "flag" if seed is not None else "file"
     if seed is not None:
         plan = plan.model_copy(update={"seed": seed})
+    schedule_origin = "flag" if schedule is not None else "file" if "schedule" in plan.model_fields_set else "default"
+    if schedule is not None:
+        plan = plan.model_copy(update={"schedule": schedule})
+        plan.resolved_schedule()  # refuses an unknown one, and guesses for one that has none
     workers_origin = "default" if workers is None else "flag"
     n_workers = os.cpu_count() or 1 if workers is None else workers
     base = (
         plan.base.trace or f"synthetic, {plan.base.synthetic.model_shape}" if plan.base.synthetic else plan.base.trace
     )
     rows = [("recipe", plan.name, "file"), ("base", base, "file"), ("seed", plan.seed, origin)]
+    rows.append(("schedule", plan.schedule, schedule_origin))
     rows += [(f"axis {name}", ", ".join(map(str, values)), "file") for name, values in plan.axes.given().items()]
     rows += [("configurations", plan.n_configurations, "derived"), ("workers", n_workers, workers_origin)]
     out.stderr().print(out.table(f"sweep {recipe}", ("setting", "value", "from"), rows))

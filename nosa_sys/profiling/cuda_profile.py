@@ -99,6 +99,7 @@ def simulator_numbers(
     contention = pd.DataFrame(tables["link_contention"])
     kept = (contention["fetch_us"] / contention["both_us"]).groupby(contention["compute"]).max()
     beside_factor = float(np.clip(kept.min(), duplex, 1.0))
+    kept_compute = (contention["compute_us"] / contention["both_us"]).groupby(contention["compute"]).max()
     attention = fits["sparse_decode_attention"]
     gemm = fits["gemm"]
     square = next(r for r in tables["gemm"] if r["matrix"] == "square")
@@ -114,6 +115,11 @@ def simulator_numbers(
         "beside_compute_factor": (
             beside_factor,
             "link_contention: best path and CTAs beside each kind of compute, the smaller of the two",
+        ),
+        "compute_beside_copy_factor": (
+            float(np.clip(kept_compute.min(), 0.5, 1.0)),
+            "link_contention: compute alone over compute beside a fetch, best path and CTAs beside each kind, the "
+            "smaller of the two",
         ),
         "attention_fixed_us": (attention.fixed_us, "fit of sparse_decode_attention, blocks of 64"),
         "hbm_gbps": (attention.gbps(), "the same fit"),

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from nosa_sys.simulator.schedules import SCHEDULES
 from nosa_sys.traces.reader import Trace
 from tests.cli.conftest import Nosa
 
@@ -95,6 +96,38 @@ def test_simulate_on_another_situation_is_projected_and_says_why(nosa: Nosa, tra
     assert rules
     assert all(f"rule: {rule}" in result.err for rule in rules)
     assert Path("steps.json.gz").is_file()
+
+
+def test_simulate_guesses_as_told(nosa: Nosa, trace: Path) -> None:
+    prefetch = ("simulate", trace, "--hardware", "ideal", "--h2d-gbps", 8, "--slots", 9, "--policy", "lru", "--json")
+    wanted = ("--schedule", "prefetch", "--prefetch-blocks", 2, "--prefetch-hit-share", 0.0)
+    none_helps = nosa(*prefetch, *wanted)
+    assert none_helps.status == 0, none_helps.err
+    assert none_helps.document["options"]["prefetch_blocks"] == {"value": 2, "origin": "flag"}
+    assert none_helps.document["prefetch_bytes_total"] == none_helps.document["wasted_prefetch_bytes_total"] > 0
+    some_help = nosa(*prefetch, *wanted[:-1], 0.5).document
+    assert some_help["h2d_bytes_total"] < none_helps.document["h2d_bytes_total"]
+    refused = nosa(*prefetch, "--prefetch-blocks", 2)
+    assert (refused.status, "need schedule prefetch" in refused.err) == (2, True)
+
+
+def test_help_lists_the_schedules_that_exist(nosa: Nosa) -> None:
+    for verb in ("simulate", "sweep"):
+        shown = nosa(verb, "--help").out
+        assert all(name in shown for name in SCHEDULES)
+
+
+def test_a_sweep_takes_another_schedule_than_its_recipes(nosa: Nosa, trace: Path) -> None:
+    recipe = Path("recipe.yaml")
+    recipe.write_text(RECIPE.replace("TRACE", str(trace)).replace("axes:", "schedule: serial\naxes:"))
+    for out_dir, flags in (("out/a", ()), ("out/b", ("--schedule", "fused_kv"))):
+        result = nosa("sweep", recipe, "--out", out_dir, "--workers", 1, *flags)
+        assert result.status == 0, result.err
+    by_recipe, by_flag = (pq.read_table(f"out/{name}/results.parquet").to_pandas() for name in "ab")
+    assert (set(by_recipe["schedule"]), set(by_flag["schedule"])) == ({"serial"}, {"fused_kv"})
+    assert (by_flag["step_time_us"] <= by_recipe["step_time_us"]).all()
+    refused = nosa("sweep", recipe, "--out", "out/c", "--schedule", "seriall")
+    assert (refused.status, "schedule 'seriall' has no model" in refused.err) == (2, True)
 
 
 RECIPE = """

@@ -56,9 +56,15 @@ def test_only_what_was_recorded_keeps_the_status_of_a_validated_profile(tmp_path
         list(engine.stream())
     trace = Trace.open(tmp_path / "trace")
     validated = dataclasses.replace(load_hardware("h200-provisional"), status="validated")
-    assert simulate(trace, hardware=validated).status == "validated"
-    assert simulate(trace, hardware=validated, slots=6, policy="exact").status == "validated"
-    for change in ({"slots": 8}, {"slots": 8, "policy": "belady"}):
-        assert simulate(trace, hardware=validated, **change).status == "projected"
+    # a CPU's eager engine calls its order serial, and moves K and V in one operation
+    assert trace.meta.schedule == "serial"
+    own = {"hardware": validated, "schedule": "fused_kv"}
+    assert simulate(trace, **own).status == "validated"
+    assert simulate(trace, **own, slots=6, policy="exact").status == "validated"
+    for change in ({"slots": 8}, {"slots": 8, "policy": "belady"}, {"schedule": "serial"}):
+        assert simulate(trace, **(own | change)).status == "projected"
     predicted = Trace(trace.directory, dataclasses.replace(trace.meta, status="projected"))
-    assert simulate(predicted, hardware=validated).status == "projected"
+    assert simulate(predicted, **own).status == "projected"
+    on_gpu = Trace(trace.directory, dataclasses.replace(trace.meta, device="NVIDIA H200"))
+    assert simulate(on_gpu, hardware=validated, schedule="serial").status == "validated"
+    assert simulate(on_gpu, **own).status == "projected"
