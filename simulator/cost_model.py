@@ -122,8 +122,11 @@ class CostModel:
             covered_bytes=covered * self.host_block_bytes,
         )
 
-    def step_costs(self, loads: LayerStepMisses) -> StepCosts:
-        """Costs of every step of a workload, arrays [step, layer]; without a sequence a step costs nothing."""
+    def step_costs(self, loads: LayerStepMisses, *, beside: bool = False) -> StepCosts:
+        """Costs of every step of a workload, arrays [step, layer]; without a sequence a step costs nothing.
+
+        ``beside``: fetches run next to compute; only profiles with engine terms tell that from fetches in line.
+        """
         hardware = self.hardware
         shape = loads.misses.shape
         require(shape[1] == self.shape.n_layers, f"{shape[1]} layers of misses for a model of {self.shape.n_layers}")

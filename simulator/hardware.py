@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nosa_sys.errors import HardwareError
+from nosa_sys.simulator.engine_terms import EngineTerms, read_engine_terms
 from nosa_sys.simulator.rates import LinkSharing
 
 PROFILE_SCHEMA_VERSION = 1
@@ -44,7 +45,8 @@ class HardwareProfile:
     """Numbers of one machine. GB/s are decimal; ``inf`` means that the thing costs nothing or has no limit.
 
     h2d and d2h: one transfer of n bytes alone on the link takes ``fixed_us + n / gbps``. Every other ``*_fixed_us`` is
-    likewise the part of one operation that its size does not change; docs/simulator.md has the formulas.
+    likewise the part of one operation that its size does not change; docs/simulator.md has the formulas. ``engine``:
+    terms of a CUDA engine's step; with them a step is priced as the engine runs it, without them by its kernels.
     """
 
     name: str
@@ -75,6 +77,7 @@ class HardwareProfile:
     gpu_memory_bytes: float
     host_memory_bytes: float
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    engine: EngineTerms | None = None
 
     @property
     def sharing(self) -> LinkSharing:
@@ -160,7 +163,7 @@ def _parse(meta: dict[str, Any], models: dict[str, Any], directory: Path) -> Har
     if meta["status"] not in PROFILE_STATUSES:
         raise HardwareError(f"{where}: status={meta['status']!r} must be one of {', '.join(PROFILE_STATUSES)}")
     where = directory / "models.json"
-    not_numbers = ("name", "device", "status", "sources")
+    not_numbers = ("name", "device", "status", "sources", "engine")
     numbers = tuple(f.name for f in dataclasses.fields(HardwareProfile) if f.name not in not_numbers)
     for key, (value, source) in _DEFAULTS.items():
         models.setdefault(key, {"value": value, "source": source})
@@ -172,7 +175,9 @@ def _parse(meta: dict[str, Any], models: dict[str, Any], directory: Path) -> Har
         if not isinstance(entry, dict) or set(entry) != {"value", "source"} or not isinstance(entry["source"], str):
             raise HardwareError(f'{where}: {key} must be {{"value": number, "source": "text"}}')
         values[key], sources[key] = _number(key, entry["value"], where), entry["source"]
-    profile = HardwareProfile(meta["name"], meta["device"], meta["status"], **values, sources=sources)
+    profile = HardwareProfile(
+        meta["name"], meta["device"], meta["status"], **values, sources=sources, engine=read_engine_terms(directory)
+    )
     try:
         _ = profile.sharing
     except HardwareError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from nosa_sys.errors import ConfigError
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.cost_model import CostModel
+from nosa_sys.simulator.engine_cost import EngineCostModel
 from nosa_sys.simulator.hardware import HardwareProfile, load_hardware
 from nosa_sys.simulator.pipeline import Span
 from nosa_sys.simulator.prediction import Prediction, predict
@@ -132,7 +133,12 @@ def _open(source: str | Path | Trace | MissTable | SyntheticWorkload, request: R
 
 
 def _costs(workload: Workload, profile: HardwareProfile, schedule: Schedule) -> StepCosts:
-    model = CostModel(
+    return schedule.costs(cost_model(workload, profile), workload)
+
+
+def cost_model(workload: Workload, profile: HardwareProfile) -> CostModel:
+    """Costs of the engine's own step where the profile was calibrated on one, else of its kernels."""
+    sizes = (
         profile,
         workload.shape,
         workload.sparse,
@@ -140,7 +146,7 @@ def _costs(workload: Workload, profile: HardwareProfile, schedule: Schedule) -> 
         workload.host_block_bytes,
         workload.device_block_bytes,
     )
-    return schedule.costs(model, workload)
+    return CostModel(*sizes) if profile.engine is None else EngineCostModel(*sizes, slots=workload.slots)
 
 
 def _rules(workload: Workload, schedule: Schedule) -> list[str]:

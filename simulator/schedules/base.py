@@ -16,11 +16,12 @@ class Schedule(ABC):
 
     name: str
     rule: str
+    fetches_beside = False  # whether fetches run next to compute, not in line with it
     assumed = False  # whether it rests on something that no trace holds, so that every result is a projection
 
     def costs(self, model: CostModel, workload: Workload) -> StepCosts:
         """Costs of every step of a workload, with what this schedule needs beyond the common ones."""
-        return model.step_costs(workload.loads)
+        return model.step_costs(workload.loads, beside=self.fetches_beside)
 
     def check(self, workload: Workload) -> None:  # noqa: B027  most schedules run everything
         """Refuse a workload that the schedule cannot run, by a NosaError that says what to change."""

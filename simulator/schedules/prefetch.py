@@ -36,6 +36,7 @@ class Prefetch(Schedule):
         "has arrived too; write-backs as in serial; guesses change no token"
     )
     assumed = True
+    fetches_beside = True
 
     def __post_init__(self) -> None:
         if self.n_blocks is not None and (
@@ -76,7 +77,9 @@ class Prefetch(Schedule):
         blocks = model.guessed_blocks(loads, self.guessed(workload))
         covered = model.covered_blocks(loads, blocks, self.hit_share)
         demand = dataclasses.replace(loads, misses=loads.misses - covered)
-        return dataclasses.replace(model.step_costs(demand), speculation=model.speculation(blocks, covered))
+        return dataclasses.replace(
+            model.step_costs(demand, beside=self.fetches_beside), speculation=model.speculation(blocks, covered)
+        )
 
     def program(self, costs: StepCosts) -> Program:
         guess = costs.speculation

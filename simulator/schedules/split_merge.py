@@ -17,6 +17,7 @@ class SplitMerge(Schedule):
     """Two attention launches a layer; softmax makes the merge exact."""
 
     name = "split_merge"
+    fetches_beside = True
     rule = (
         "split_merge: per layer host, select, post the fetch of misses (K and V in one launch), attention over hits "
         "beside it, wait for the misses, attention over them and merge by log-sum-exp, rest; a layer without a miss "
@@ -24,9 +25,8 @@ class SplitMerge(Schedule):
     )
 
     def costs(self, model: CostModel, workload: Workload) -> StepCosts:
-        return dataclasses.replace(
-            model.step_costs(workload.loads), attention_split=model.attention_split(workload.loads)
-        )
+        costs = super().costs(model, workload)
+        return dataclasses.replace(costs, attention_split=model.attention_split(workload.loads))
 
     def program(self, costs: StepCosts) -> Program:
         split = costs.attention_split

@@ -19,6 +19,7 @@ class TwoBatch(Schedule):
     """Every layer's matrices are read once for each half; the output head runs once over all rows."""
 
     name = "two_batch"
+    fetches_beside = True
     rule = (
         "two_batch: the rows in two halves A (the smaller where they are odd) and B, each with its own launches, so "
         "that a layer's matrices are read twice; select A and post its fetch, select B and post its fetch, then per "
@@ -29,8 +30,12 @@ class TwoBatch(Schedule):
 
     def costs(self, model: CostModel, workload: Workload) -> StepCosts:
         whole, first = workload.loads, workload.first_half
-        halves = (model.step_costs(first), model.step_costs(second_half(whole, first)))
-        costs = dataclasses.replace(model.step_costs(whole), halves=halves)
+        second = second_half(whole, first)
+        halves = (
+            model.step_costs(first, beside=self.fetches_beside),
+            model.step_costs(second, beside=self.fetches_beside),
+        )
+        costs = dataclasses.replace(super().costs(model, workload), halves=halves)
         for name in ("h2d_bytes", "d2h_bytes"):
             moved = sum(getattr(half, name) for half in halves)
             require(np.array_equal(moved, getattr(costs, name)), f"{name} of the halves do not add up to the batch's")

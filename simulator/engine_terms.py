@@ -1,0 +1,166 @@
+"""What a profile knows of the CUDA engine's step: numbers fitted to calibration runs, and times of matrices.
+
+A bundle keeps them in ``engine.json``; profiles without it are priced by kernels alone. Formulas are in
+simulator.engine_cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nosa_sys.errors import HardwareError
+from nosa_sys.simulator.rates import LinkSharing
+from nosa_sys.simulator.step_times import Floats
+
+ENGINE_FILE = "engine.json"
+MAX_ENGINE_BYTES = 2**20
+_TABLES = ("matrices", "sources")
+
+
+@dataclass(frozen=True)
+class MatrixTimes:
+    """Times ``us`` of one matrix product [rows, k] x [k, n] alone in a graph, by ascending ``rows``."""
+
+    n: int
+    k: int
+    rows: tuple[int, ...]
+    us: tuple[float, ...]
+
+    def at(self, rows: np.ndarray) -> Floats:
+        """Microseconds at any number of rows by linear interpolation, 0 for none; HardwareError beyond the last one."""
+        if rows.size and int(rows.max()) > self.rows[-1]:
+            raise HardwareError(
+                f"{int(rows.max())} rows exceed the {self.rows[-1]} that the matrix {self.n} x {self.k} was timed at; "
+                "calibrate the profile with more rows, or lower the batch"
+            )
+        return np.where(rows > 0, np.interp(rows, self.rows, self.us), 0.0)
+
+
+@dataclass(frozen=True)
+class EngineTerms:
+    """Numbers of one device. ``*_us_per_mb``: microseconds a decimal megabyte; ``*_fixed_us``: a launch or a layer.
+
+    ``alone`` and ``beside`` are the two ways of fetching: in line with compute, and next to it.
+    """
+
+    append_us: float
+    select_fixed_us: float
+    select_us_per_head: float
+    select_us_per_block: float
+    select_us_per_slot: float
+    select_us_per_mb: float
+    attention_fixed_us: float
+    dense_attention_fixed_us: float
+    attention_us_per_mb: float
+    attention_us_per_small_mb: float
+    merge_fixed_us: float
+    rest_fixed_us: float
+    rest_matrix_scale: float
+    rest_us_per_mb: float
+    step_fixed_us: float
+    step_head_scale: float
+    step_us_per_mb: float
+    fetch_alone_fixed_us: float
+    fetch_alone_us_per_mb: float
+    fetch_beside_fixed_us: float
+    fetch_beside_us_per_mb: float
+    duplex_factor: float
+    beside_compute_factor: float
+    compute_beside_copy_factor: float
+    matrices: tuple[MatrixTimes, ...] = ()
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def sharing(self) -> LinkSharing:
+        return LinkSharing(self.duplex_factor, self.beside_compute_factor, self.compute_beside_copy_factor)
+
+    def fetch(self, *, beside: bool) -> tuple[float, float]:
+        """(fixed microseconds, microseconds a megabyte) of one fetch."""
+        if beside:
+            return self.fetch_beside_fixed_us, self.fetch_beside_us_per_mb
+        return self.fetch_alone_fixed_us, self.fetch_alone_us_per_mb
+
+    def matrix(self, n: int, k: int) -> MatrixTimes | None:
+        """The times of a matrix of these sizes, None where it was not measured."""
+        return next((m for m in self.matrices if (m.n, m.k) == (n, k)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of ``engine.json``."""
+        terms = {name: {"value": getattr(self, name), "source": self.sources.get(name, "")} for name in term_names()}
+        return {"terms": terms, "matrices": [dataclasses.asdict(m) for m in self.matrices]}
+
+
+def term_names() -> tuple[str, ...]:
+    """Names of all numbers, in the order of the file."""
+    return tuple(f.name for f in dataclasses.fields(EngineTerms) if f.name not in _TABLES)
+
+
+def read_engine_terms(directory: Path) -> EngineTerms | None:
+    """The terms of a bundle, None where it has none. HardwareError naming the file and the key at fault."""
+    path = directory / ENGINE_FILE
+    if not path.is_file():
+        return None
+    if path.stat().st_size > MAX_ENGINE_BYTES:
+        raise HardwareError(f"{path} has {path.stat().st_size} bytes, more than the limit of {MAX_ENGINE_BYTES}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise HardwareError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict) or set(data) != {"terms", "matrices"}:
+        raise HardwareError(f"{path} must hold exactly the keys terms and matrices")
+    values = _terms(data["terms"], path)
+    terms = EngineTerms(
+        **{name: value for name, (value, _) in values.items()},
+        matrices=tuple(_matrix(entry, path) for entry in _listed(data["matrices"], path)),
+        sources={name: source for name, (_, source) in values.items()},
+    )
+    try:
+        _ = terms.sharing
+    except HardwareError as error:
+        raise HardwareError(f"{path}: {error}") from None
+    return terms
+
+
+def _listed(entries: Any, path: Path) -> list[Any]:
+    if not isinstance(entries, list):
+        raise HardwareError(f"{path}: matrices must be a list")
+    return entries
+
+
+def _terms(entries: Any, path: Path) -> dict[str, tuple[float, str]]:
+    names = term_names()
+    if not isinstance(entries, dict) or set(entries) != set(names):
+        wrong = sorted(set(entries) ^ set(names)) if isinstance(entries, dict) else names
+        raise HardwareError(f"{path}: terms must have exactly the keys {', '.join(names)}; at fault: {wrong[0]}")
+    found = {}
+    for name in names:
+        entry = entries[name]
+        if not isinstance(entry, dict) or set(entry) != {"value", "source"} or not isinstance(entry["source"], str):
+            raise HardwareError(f'{path}: {name} must be {{"value": number, "source": "text"}}')
+        found[name] = (_number(entry["value"], f"{path}: {name}"), entry["source"])
+    return found
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise HardwareError(f"{what}={value!r} must be a finite number >= 0")
+    return float(value)
+
+
+def _matrix(entry: Any, path: Path) -> MatrixTimes:
+    if not isinstance(entry, dict) or set(entry) != {"n", "k", "rows", "us"}:
+        raise HardwareError(f"{path}: a matrix must have exactly the keys n, k, rows, us")
+    n, k = (int(_number(entry[name], f"{path}: {name}")) for name in ("n", "k"))
+    rows = tuple(int(_number(r, f"{path}: rows")) for r in _listed(entry["rows"], path))
+    us = tuple(_number(u, f"{path}: us") for u in _listed(entry["us"], path))
+    if not rows or len(rows) != len(us) or any(a >= b for a, b in pairwise(rows)):
+        raise HardwareError(f"{path}: matrix {n} x {k} needs ascending rows and a time for each")
+    return MatrixTimes(n, k, rows, us)
