@@ -19,6 +19,7 @@ from nosa_sys.models.config import LlamaConfig
 from nosa_sys.models.conversion_cache import open_converted
 from nosa_sys.models.eviction_head_weights import describe_adapter, fresh_head, take_head
 from nosa_sys.models.llama import LlamaModel
+from nosa_sys.models.low_rank import add_low_rank, rank_of
 from nosa_sys.models.safetensors_reader import MAX_FILE_NAME, CheckpointTensors
 from nosa_sys.models.tokenizer import Tokenizer
 from nosa_sys.models.weights import LM_HEAD, TORCH_DTYPES, base_tensors, head_tensors
@@ -72,7 +73,8 @@ def load_model(
     """Load ``smollm2-135m``, a Hugging Face directory (config.json and safetensors) or a llama GGUF.
 
     ``dtype`` is float32, bfloat16, float16 or float64. The eviction head comes from ``adapter`` (a safetensors
-    file of A and delta), else from the checkpoint, else (smollm2-135m) from the adapter shipped with the package.
+    file of A and delta; low-rank changes of the base weights in it are added), else from the checkpoint, else
+    (smollm2-135m) from the adapter shipped with the package.
     A dense Llama has none: that is an error unless ``head`` is none or ``convert_dense`` asks for a fresh head:
     A = 0, so that beta is 0 and attention unchanged until trained, and delta drawn from N(0, 0.02) with a fixed
     seed. ``rope_theta`` overrides the rotary base, for contexts longer than the model was trained on.
@@ -92,8 +94,17 @@ def load_model(
         config = dataclasses.replace(config, rope_theta=rope_theta)
         notes.append(f"rope_theta {source.config.rope_theta:g} replaced by {rope_theta:g}")
     tensors = {name: source.tensors.take(name, shape) for name, shape in base_tensors(config.shape)}
+    opened = None if adapter is None else CheckpointTensors.open_file(Path(adapter))
+    if opened is not None:
+        if head == "none" and not rank_of(opened):
+            raise ConfigError(f"adapter {adapter} holds a head alone, no use with head=none; leave one of them out")
+        rank = add_low_rank(tensors, opened, config.shape)
+        if rank:
+            notes.append(f"base weights changed by {opened.source.name}, rank {rank}")
+        if head != "none":
+            notes.append(describe_adapter(opened.source))
     if head != "none":
-        tensors |= _head_tensors(source, config.shape, adapter, convert_dense, notes)
+        tensors |= _head_tensors(source, config.shape, opened, convert_dense, notes)
     _report_unknown(source.tensors, config.shape, notes)
     _compare_vocabularies(source, notes)
     model = LlamaModel(config, tensors, head=head, device=device)
@@ -105,8 +116,6 @@ def _check_arguments(dtype: str, device: str, head: str, adapter: str | Path | N
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(TORCH_DTYPES)}")
     if head not in HEADS:
         raise ConfigError(f"head={head!r} must be one of {', '.join(HEADS)}")
-    if adapter is not None and head == "none":
-        raise ConfigError(f"adapter {adapter} has no use with head=none; leave one of them out")
     if adapter is not None and convert_dense:
         raise ConfigError(f"adapter {adapter} and convert_dense both give an eviction head; leave one of them out")
     try:
@@ -143,12 +152,11 @@ def _open_source(name_or_path: str | Path) -> _Source:
 
 
 def _head_tensors(
-    source: _Source, shape: ModelShape, adapter: str | Path | None, convert_dense: bool, notes: list[str]
+    source: _Source, shape: ModelShape, adapter: CheckpointTensors | None, convert_dense: bool, notes: list[str]
 ) -> dict[str, Tensor]:
     carried = [name for name, _ in head_tensors(shape) if name in source.tensors.entries]
     if adapter is not None:
-        notes.append(describe_adapter(Path(adapter)))
-        return take_head(CheckpointTensors.open_file(Path(adapter)), shape)
+        return take_head(adapter, shape)
     if carried:
         return take_head(source.tensors, shape)
     if convert_dense:

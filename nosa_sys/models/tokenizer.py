@@ -78,6 +78,13 @@ class Tokenizer:
         made.eos_ids = tuple(eos_ids) or (() if stop is None else (stop,))
         return made
 
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json; ``from_directory`` reads them back (stop ids come from the
+        model's config)."""
+        (directory / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
+        config = {"chat_template": self.chat_template, **self.special_tokens}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
     @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""

@@ -184,6 +184,7 @@ def test_adapter_faults(checkpoint: Callable[..., Path], tmp_path: Path) -> None
     head.pop(A1)
     save_file(head, adapter)
     assert f"adapter.safetensors: tensor {A1} is missing" in refusal(directory, adapter=adapter)
+    assert "holds a head alone" in refusal(directory, ConfigError, adapter=adapter, head="none")
 
 
 # ---- shards and index
@@ -304,7 +305,6 @@ def test_names_that_are_no_model(tmp_path: Path) -> None:
         {"dtype": "fp32"},
         {"head": "big"},
         {"device": "abacus"},
-        {"adapter": "x", "head": "none"},
         {"adapter": "x", "convert_dense": True},
         {"rope_theta": 0.0},
     ],

@@ -1,0 +1,139 @@
+"""The trainable view: equal to the engine's prefill, only what is asked for learns, low-rank changes merge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nosa_sys.engine.prefill import prefill_logits
+from nosa_sys.errors import ConfigError
+from nosa_sys.models.low_rank import FUSED
+from nosa_sys.training.model import TRAINED, TrainableModel
+from tests.training.small import SPARSE, tiny, tokens
+
+KINDS = [("nosa", "ed_dma"), ("nosa", "dma"), ("dma", "ed_dma"), ("infllmv2", "none"), ("full", "none")]
+
+
+@pytest.mark.parametrize(("method", "head"), KINDS)
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_logits_equal_the_engines_prefill(method: str, head: str, attention: str) -> None:
+    """Every position of 150 tokens, sparse from 81 on, against chunked prefill through the engine's memory."""
+    model, ids = tiny("float64", head), tokens(150)
+    expected = prefill_logits(model, ids.tolist(), SPARSE, method=method, chunk=48).logits
+    trainable = TrainableModel(model, SPARSE, method=method, trained="all", attention=attention)
+    with torch.no_grad():
+        got = trainable.logits(ids)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_methods_differ() -> None:
+    """Else the test above would hold for a model that ignores its method."""
+    made = []
+    for method, head in KINDS:
+        with torch.no_grad():
+            made.append(TrainableModel(tiny("float64", head), SPARSE, method=method, trained="all").logits(tokens(150)))
+    for i in range(len(made)):
+        for j in range(i):
+            assert (made[i] - made[j]).abs().max() > 1e-3
+
+
+def test_loss_is_the_mean_next_token_loss() -> None:
+    ids = tokens(120)
+    model = TrainableModel(tiny("float64"), SPARSE)
+    with torch.no_grad():
+        chances = model.logits(ids).log_softmax(-1)
+    expected = -sum(chances[t, ids[t + 1]] for t in range(119)) / 119
+    torch.testing.assert_close(model.loss(ids).detach(), expected)
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_only_what_is_asked_for_gets_gradients(trained: str) -> None:
+    model = TrainableModel(tiny(), SPARSE, trained=trained, rank=2)
+    model.loss(tokens(120)).backward()
+    learning = model.parameters
+    head = {name for name in learning if name.endswith((".A", ".delta.weight"))}
+    assert len(head) == 4
+    assert {"head": 0, "all": 14, "low_rank": 16}[trained] == len(learning) - len(head)
+    for name, tensor in learning.items():
+        assert tensor.grad is not None
+        # a has no gradient while b is zero
+        assert (tensor.grad.abs().max() > 0) == (not name.endswith(".a")), name
+        assert torch.isfinite(tensor.grad).all()
+    for tensor in model.frozen().values():
+        assert tensor.grad is None
+        assert not tensor.requires_grad
+
+
+def test_gradients_of_a_whole_model_by_finite_differences() -> None:
+    """Through checkpointed layers; the selection stays put under steps of 1e-6."""
+    model, ids = TrainableModel(tiny("float64"), SPARSE, trained="all"), tokens(110)
+    model.loss(ids).backward()
+    rng = torch.Generator().manual_seed(1)
+    for name, tensor in model.parameters.items():
+        direction = torch.randn(tensor.shape, generator=rng, dtype=torch.float64)
+        assert tensor.grad is not None
+        slope = float((tensor.grad * direction).sum())
+
+        def moved(step: float, tensor: Tensor = tensor, direction: Tensor = direction) -> float:
+            with torch.no_grad():
+                tensor += step * direction
+                value = float(model.loss(ids))
+                tensor -= step * direction
+            return value
+
+        assert (moved(1e-6) - moved(-1e-6)) / 2e-6 == pytest.approx(slope, rel=1e-5, abs=1e-8), name
+
+
+def test_fresh_head_is_ones_and_seeded() -> None:
+    one, two, other = (TrainableModel(tiny(), SPARSE) for _ in range(3))
+    for model, seed in ((one, 3), (two, 3), (other, 4)):
+        model.start_head(seed)
+    for index, layer in enumerate(one.base.layers):
+        assert (layer.A == 1).all()
+        assert 0.005 < layer.delta.std() < 0.04
+        assert torch.equal(layer.delta, two.base.layers[index].delta)
+        assert not torch.equal(layer.delta, other.base.layers[index].delta)
+
+
+def test_engine_model_follows_training_and_holds_the_low_rank_change() -> None:
+    model, ids = TrainableModel(tiny("float64"), SPARSE, trained="low_rank", rank=3), tokens(100)
+    with torch.no_grad():
+        for tensor in model.factors.values():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0), dtype=tensor.dtype)
+        changed = model.logits(ids)
+    got = prefill_logits(model.engine_model(), ids.tolist(), SPARSE).logits
+    torch.testing.assert_close(got, changed, rtol=1e-9, atol=1e-9)
+    plain = prefill_logits(tiny("float64"), ids.tolist(), SPARSE).logits
+    assert (plain - changed).abs().max() > 1e-2
+    assert set(FUSED) == {name.split(".")[4] for name in model.factors}
+
+
+def test_bfloat16_autocast_keeps_heads_in_float32() -> None:
+    """Close to the fp32 loss, with fp32 gradients."""
+    ids = tokens(120)
+    model = TrainableModel(tiny(), SPARSE)
+    exact = float(model.loss(ids).detach())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.loss(ids)
+        loss.backward()
+    assert float(loss) == pytest.approx(exact, rel=2e-2)
+    for tensor in model.head_parameters.values():
+        assert tensor.grad is not None
+        assert tensor.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trained": "some"}, "must be one of head, all"),
+        ({"attention": "none"}, "must be one of sdpa, flex"),
+        ({"trained": "low_rank", "rank": 0}, "rank=0 must be >= 1"),
+        ({"method": "infllmv2"}, "no head to train"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainableModel(tiny(), SPARSE, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="float32"):
+        TrainableModel(tiny("bfloat16"), SPARSE)
