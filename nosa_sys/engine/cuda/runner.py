@@ -141,6 +141,7 @@ class GraphRunner:
     def _replay_of(self, schedule: str, batch: StepBatch, sampled: bool) -> Replay:
         if self._generation != self._memory.generation:
             self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle() if self._capture else None  # a pool ends with its last graph
             self._generation = self._memory.generation
         key = (schedule, self._n_lanes(batch), self._n_blocks(batch), sampled)
         if key not in self._graphs:
@@ -191,8 +192,10 @@ class GraphRunner:
 
         def replay() -> StepOutputs:
             graph.replay()
-            return outputs
+            return captured[1]
 
+        # The program holds memory that every replay uses: it must live as long as its graph.
+        captured = (program, outputs)
         return replay
 
     # ---- results
