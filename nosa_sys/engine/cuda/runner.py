@@ -44,6 +44,19 @@ _MAX_GRAPHS = 16
 Replay = Callable[[], StepOutputs]
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """A graph with the program whose memory every replay uses: it must live as long."""
+
+    program: StepProgram
+    outputs: StepOutputs
+    graph: torch.cuda.CUDAGraph
+
+    def __call__(self) -> StepOutputs:
+        self.graph.replay()
+        return self.outputs
+
+
 @dataclass
 class _Result:
     """A step on its way to the host: ``arrays`` in pinned memory, whole when ``done`` has happened."""
@@ -190,13 +203,7 @@ class GraphRunner:
             outputs = program.run()
         self.n_captures += 1
 
-        def replay() -> StepOutputs:
-            graph.replay()
-            return captured[1]
-
-        # The program holds memory that every replay uses: it must live as long as its graph.
-        captured = (program, outputs)
-        return replay
+        return _Captured(program, outputs, graph)
 
     # ---- results
     def _wanted(self, outputs: StepOutputs) -> dict[str, Tensor]:
