@@ -23,6 +23,7 @@ from nosa_sys.cli import (
     simulate,
     sweep,
     trace,
+    train,
     validate,
 )
 from nosa_sys.errors import NosaError
@@ -57,7 +58,7 @@ def _root(
     """Decode with NOSA sparse attention and KV offload, record what moves, and price it on other hardware."""
 
 
-for _module in (doctor, generate, capture, replay, profile, simulate, sweep, validate, report, ls, demo):
+for _module in (doctor, generate, capture, replay, profile, simulate, sweep, validate, train, report, ls, demo):
     app.command(_module.NAME)(_module.command)
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")

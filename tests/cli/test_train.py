@@ -1,0 +1,105 @@
+"""``nosa train`` on a tiny checkpoint: runs, resumption, refusals, and what the shipped recipes ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Nosa
+
+ROOT = Path(__file__).resolve().parents[2]
+SPARSE = (
+    "{block_size: 16, kernel_size: 16, kernel_stride: 8, topk: 5, init_blocks: 1, window_size: 16, select_blocks: 2}"
+)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(" ".join(str(n * n * (i + 1)) for n in range(60)))
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, checkpoint: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {checkpoint}\nsparse: {SPARSE}\nlength: 128\nsteps: 3\nstreams: 2\nheld_out: 0.3\nname: x\n"
+        "runs:\n  - {name: head}\n  - {name: dense, method: full, head: none, trained: all}\n"
+    )
+    return path
+
+
+def test_runs_leave_adapters_models_and_logs(nosa: Nosa, recipe: Path, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = nosa("train", recipe, "--texts", texts, "--out", out, "--json")
+    assert done.status == 0, done.err
+    rows = {row["run"]: row for row in done.document["runs"]}
+    assert rows["head-seed0"]["adapter"] == "adapter.safetensors"
+    assert rows["dense-seed0"]["model"] == "model"
+    for run in rows:
+        lines = [json.loads(line) for line in (out / run / "loss.jsonl").open()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert lines[-1]["held_out_loss"] == pytest.approx(rows[run]["held_out_loss"])
+        listed = json.loads((out / run / "texts.json").read_text())
+        assert len(listed) == 8
+        assert {text["held_out"] for text in listed} == {True, False}
+    assert "head-seed0" in done.err
+    again = nosa("train", recipe, "--texts", texts, "--out", out)
+    assert again.status == 2
+    assert "--resume to go on, or --overwrite" in again.err
+
+
+def test_sessions_add_up_to_one_run(nosa: Nosa, recipe: Path, texts: Path, tmp_path: Path) -> None:
+    common = ["train", recipe, "--texts", texts, "--only", "head", "--json"]
+    whole = nosa(*common, "--out", tmp_path / "whole").document["runs"][0]
+    first = nosa(*common, "--out", tmp_path / "parts", "--stop-after", "0.000001")
+    assert "--resume goes on" in first.err
+    assert first.document["runs"][0]["finished"] is False
+    last = nosa(*common, "--out", tmp_path / "parts", "--resume").document["runs"][0]
+    assert last["finished"]
+    assert last["loss_last_10"] == whole["loss_last_10"]
+    assert nosa(*common, "--out", tmp_path / "parts", "--resume").document["runs"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "nosa"], "no run 'nosa'; known: head, dense"),
+        (["--seed", "5"], "the recipe has seeds 0"),
+        (["--texts", "/no/texts"], "no such folder"),
+        (["--resume", "--overwrite"], "give only one"),
+    ],
+)
+def test_wrong_requests_are_one_line(
+    nosa: Nosa, recipe: Path, texts: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = nosa("train", recipe, "--texts", texts, "--out", tmp_path / "out", *arguments)
+    assert done.status == 2
+    assert message in done.err
+
+
+def test_overwrite_replaces_runs_alone(nosa: Nosa, recipe: Path, texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "head-seed0").mkdir(parents=True)
+    (tmp_path / "out" / "head-seed0" / "thesis.tex").write_text("mine")
+    done = nosa("train", recipe, "--texts", texts, "--out", tmp_path / "out", "--overwrite")
+    assert done.status == 2
+    assert "not of a training run" in done.err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("train-*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(nosa: Nosa, path: Path, texts: Path, tmp_path: Path) -> None:
+    done = nosa("train", path, "--texts", texts, "--out", tmp_path / "out", "--dry-run", "--json")
+    assert done.status == 0, done.err
+    for run in done.document["runs"]:
+        assert run["sparse"]["topk"] * run["sparse"]["block_size"] <= run["length"] / 4
+    if path.stem == "train-all":
+        assert {run["name"] for run in done.document["runs"]} == {"dense", "infllmv2", "dma", "nosa"}
+        assert (
+            len({json.dumps({**run, "name": 0, "method": 0, "head": 0, "seed": 0}) for run in done.document["runs"]})
+            == 1
+        )
