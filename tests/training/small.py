@@ -38,3 +38,16 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         return "".join(chr(64 + i) for i in ids)
+
+
+class TextTokenizer(Tokenizer):
+    """A token a character, and back."""
+
+    def __init__(self) -> None:
+        super().__init__(tokenizers.Tokenizer(tokenizers.models.BPE()), eos_ids=(0,))
+
+    def encode(self, text: str, special: bool = False, *, begin: bool = True) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        return "".join(map(chr, ids))

@@ -1,0 +1,174 @@
+"""Scores of one document on the engine's prefill: loss by position, what decode would move, dense mass kept."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nosa_sys.engine.memory import Memory
+from nosa_sys.engine.prefill import PrefillOutput, PrefillRunner
+from nosa_sys.engine.setup import default_prefill_chunk
+from nosa_sys.errors import ConfigError
+from nosa_sys.methods import get_method
+from nosa_sys.models.llama import LlamaModel
+from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.training.attention import membership
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DocumentScore:
+    """Entry p of each array belongs to the decode step at position p, which predicts token p + 1.
+
+    ``loss`` nats [T - 1] and ``matches`` whether the best guess was right; ``misses``, ``kept`` (blocks shared with the
+    step before) and ``selected`` [T - 1], summed over layers and KV heads, with slots = k: what the engine loads when
+    it decodes here. ``dense_mass``: share of plain softmax attention, without beta, that lies inside the selection,
+    over ``mass_positions`` drawn positions, all layers and heads; None where nothing was sparse.
+    """
+
+    loss: Floats
+    matches: NDArray[np.bool_]
+    misses: Counts
+    kept: Counts
+    selected: Counts
+    dense_mass: float | None
+
+
+@torch.no_grad()
+def score_document(
+    model: LlamaModel,
+    tokens: Sequence[int],
+    sparse: SparseConfig,
+    *,
+    method: str = "nosa",
+    mass_positions: int = 0,
+    seed: int = 0,
+    chunk: int | None = None,
+) -> DocumentScore:
+    """Run ``tokens`` (at least 2) through chunked prefill, the path that fills a sequence before it decodes.
+
+    ``mass_positions`` positions of more than k blocks are drawn for the dense mass (0: not measured).
+    """
+    if len(tokens) < 2:
+        raise ConfigError(f"a document of {len(tokens)} tokens has nothing to predict; give at least 2")
+    rule = get_method(method)
+    watch = _Watch(model, tokens, sparse, _draw(len(tokens), sparse, mass_positions, seed, rule.dense))
+    offload = not rule.dense
+    memory = Memory(model, sparse, rule, n_slots=sparse.topk, offload=offload)
+    memory.ensure(1, len(tokens))
+    memory.clear_lane(0, [])
+    pages = memory.pool.allocate(memory.pages_for(len(tokens)))
+    chunk = chunk or default_prefill_chunk(model.device.type)
+    PrefillRunner(watch.observed(), memory, chunk).run(tokens, 0, pages, watch)
+    return watch.score(rule.dense)
+
+
+def _draw(n_tokens: int, sparse: SparseConfig, n: int, seed: int, dense: bool) -> list[int]:
+    """Ascending positions of sparse queries."""
+    first = sparse.topk_tokens
+    if n == 0 or dense or first >= n_tokens:
+        return []
+    chosen = np.random.default_rng(seed).choice(np.arange(first, n_tokens), min(n, n_tokens - first), replace=False)
+    return sorted(chosen.tolist())
+
+
+class _Watch(PrefillOutput):
+    """Takes each chunk's hidden states and selections, and reduces them at once."""
+
+    def __init__(self, model: LlamaModel, tokens: Sequence[int], sparse: SparseConfig, drawn: list[int]) -> None:
+        super().__init__(0)
+        device, n_tokens = model.device, len(tokens)
+        self._model, self._sparse = model, sparse
+        self._tokens = torch.tensor(tokens, device=device)
+        self._loss = torch.zeros(n_tokens, dtype=torch.float64, device=device)
+        self._matches = torch.zeros(n_tokens, dtype=torch.bool, device=device)
+        self._counts = torch.zeros(3, n_tokens, dtype=torch.int64, device=device)  # misses, kept, selected
+        self._last: dict[int, Tensor] = {}
+        self._drawn = torch.tensor(drawn, dtype=torch.int64, device=device)
+        self._layer = 0
+        self._queries: dict[int, Tensor] = {}
+        self._keys: dict[int, list[Tensor]] = {}
+        self._mass: list[Tensor] = []
+
+    def observed(self) -> LlamaModel:
+        """The model, whose queries and keys are seen as they pass, for the positions that were drawn."""
+        if not len(self._drawn):
+            return self._model
+        model = copy.copy(self._model)
+        plain_inputs, plain_rope = model.attention_inputs, model.rope
+
+        def attention_inputs(layer: int, x: Tensor) -> Any:
+            self._layer = layer
+            return plain_inputs(layer, x)
+
+        def rope(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            q, k = plain_rope(q, k, positions)
+            self._queries[self._layer] = q
+            self._keys.setdefault(self._layer, []).append(k)
+            return q, k
+
+        model.attention_inputs, model.rope = attention_inputs, rope  # type: ignore[method-assign]
+        return model
+
+    def keep_selection(self, layer: int, chunk_first: int, block_ids: Tensor) -> None:
+        n, size = len(block_ids), self._sparse.block_size
+        positions = torch.arange(chunk_first, chunk_first + n, device=block_ids.device)
+        member = membership(block_ids, self._sparse.n_blocks(len(self._tokens)))  # [kv_head, n, block]
+        before = torch.cat([self._last.get(layer, torch.zeros_like(member[:, :1])), member[:, :-1]], dim=1)
+        self._last[layer] = member[:, -1:].clone()
+        kept = (member & before).sum((0, 2))
+        selected = member.sum((0, 2))
+        born = (positions % size == 0) * member.shape[0]  # the current block of each head, never loaded
+        part = slice(chunk_first, chunk_first + n)
+        self._counts[:, part] += torch.stack([selected - kept - born, kept, selected])
+        self._add_mass(layer, chunk_first, member)
+
+    def _add_mass(self, layer: int, chunk_first: int, member: Tensor) -> None:
+        """Dense attention of this chunk's drawn queries: mass [drawn, q_head] inside their blocks."""
+        inside = (self._drawn >= chunk_first) & (self._drawn < chunk_first + member.shape[1])
+        drawn = self._drawn[inside]
+        if not len(drawn):
+            return
+        keys = torch.cat(self._keys[layer]).float().transpose(0, 1)  # [kv_head, token, D]
+        queries = self._queries[layer][drawn - chunk_first].float().unflatten(1, (keys.shape[0], -1)).transpose(0, 1)
+        scores = queries.flatten(1, 2) @ keys.transpose(1, 2) / math.sqrt(keys.shape[2])
+        scores = scores.unflatten(1, (len(drawn), -1))  # [kv_head, drawn, group, token]
+        tokens = torch.arange(keys.shape[1], device=keys.device)
+        future = (tokens > drawn.unsqueeze(1)).unsqueeze(1)
+        shares = scores.masked_fill(future, -math.inf).softmax(-1)
+        chosen = member[:, drawn - chunk_first][:, :, tokens // self._sparse.block_size].unsqueeze(2)
+        self._mass.append((shares * chosen).sum(-1).flatten().double())
+
+    def keep_hidden(self, chunk_first: int, x: Tensor) -> None:
+        n = min(len(x), len(self._tokens) - 1 - chunk_first)
+        if n < 1:
+            return
+        logits = self._model.logits(x[:n]).to(self._model.acc_dtype)
+        targets = self._tokens[chunk_first + 1 : chunk_first + 1 + n]
+        part = slice(chunk_first, chunk_first + n)
+        self._loss[part] = F.cross_entropy(logits, targets, reduction="none").double()
+        self._matches[part] = logits.argmax(-1) == targets
+
+    def finish(self, model: LlamaModel) -> None:
+        """Everything is reduced already."""
+
+    def score(self, dense: bool) -> DocumentScore:
+        last = len(self._tokens) - 1
+        counts = self._counts[:, :last].cpu().numpy()
+        if dense:  # nothing is selected and nothing crosses
+            counts = np.zeros_like(counts)
+        mass = float(torch.cat(self._mass).mean()) if self._mass else None
+        return DocumentScore(
+            self._loss[:last].cpu().numpy(), self._matches[:last].cpu().numpy(), counts[0], counts[1], counts[2], mass
+        )
