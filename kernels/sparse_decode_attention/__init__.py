@@ -34,7 +34,7 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     """As ``reference.merge_partials``."""
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (out_a, lse_a, out_b, lse_b))
     if use_triton(out_a, lse_a) and not learns:
-        from nosa_sys.kernels.sparse_decode_attention import merge
+        from nosa_sys.kernels.sparse_decode_attention import triton
 
-        return merge.merge_partials(out_a, lse_a, out_b, lse_b)
+        return triton.merge_partials(out_a, lse_a, out_b, lse_b)
     return reference.merge_partials(out_a, lse_a, out_b, lse_b)

@@ -19,11 +19,9 @@ _LSE_LIMIT = 1e-4
 def _case(name: str, uses: str, dtype: str = "bfloat16", **params: int) -> Case:
     """``length``: context tokens of row 0, the others are shorter; the k blocks are spread over it, the last
     included. ``spare_rows``: slots that nobody names, in front of the used ones. ``paged``: blocks lie in pages of
-    all heads, found through a table; ``narrow``: blocks of the longest context that the table is too short for.
-    ``splits``: CTAs a group (0: as the launch chooses); ``apart``: their results are merged by a launch of its own."""
+    all heads, found through a table; ``narrow``: blocks of the longest context that the table is too short for."""
     filled = {"batch": 2, "kv_heads": 2, "group": 4, "head_dim": 64, "block": 64, "topk": 3, "length": 400}
-    filled |= {"biased": 1, "holes": 0, "spare_rows": 3, "paged": 0, "narrow": 0, "splits": 0, "apart": 0}
-    filled |= params
+    filled |= {"biased": 1, "holes": 0, "spare_rows": 3, "paged": 0, "narrow": 0, **params}
     return Case(name, dtype, filled, frozenset(uses.split()))
 
 
@@ -46,15 +44,6 @@ def attend_cases() -> list[Case]:
         _case("pages-fp16-block-128", both, "float16", paged=1, block=128, topk=2, biased=0),
         _case("pages-bf16-leading-holes", both, paged=1, block=32, topk=12, holes=2, length=300),
         _case("pages-empty-rows", both, paged=1, holes=3),
-        _case("splits-1", both, topk=5, splits=1),
-        _case("splits-2-fp16-d80", both, "float16", head_dim=80, topk=5, splits=2, holes=1),
-        _case("splits-3-fp32-g3", both, "float32", group=3, kv_heads=3, topk=5, splits=3, holes=3),
-        # Some splits of these have nothing to do.
-        _case("splits-5-empty", both, head_dim=128, topk=4, splits=5, holes=2, length=200),
-        _case("splits-5-apart", both, "float32", topk=4, splits=5, holes=1, apart=1),
-        _case("splits-9-pages", both, paged=1, block=16, topk=20, splits=9, group=1),
-        _case("splits-64", "check", length=16384, splits=64, batch=33, **big),
-        _case("splits-7-hkv8", "check", length=16384, batch=64, kv_heads=8, splits=7, **(big | {"group": 4})),
         _case("pages-bf16-16K", "check", paged=1, length=16384, batch=5, holes=1, narrow=1, **big),
         # Page 65,536 of 2 x 16,384 elements starts at element 2^31.
         _case("pages-past-2^31-elements", "check", paged=1, length=16384, batch=3, spare_rows=131_072, **big),
@@ -154,7 +143,6 @@ def make_attend_inputs(case: Case, device: torch.device, generator: torch.Genera
         "block_ids": ids,
         "lengths": lengths,
         "n_tokens": int(valid.sum()),
-        "options": {"splits": p["splits"] or None} | ({"merge_bytes": 0} if p["apart"] else {}),
     }
     if bench:
         kv = slots[rows.flatten()].view(p["batch"], p["kv_heads"], p["topk"], 2, p["block"], p["head_dim"])
@@ -168,7 +156,7 @@ _NAMES = ("q", "slots", "slot_betas", "slot_rows", "block_ids", "lengths", "page
 def fast_attend(inputs: dict[str, Any]) -> Tensors:
     from nosa_sys.kernels.sparse_decode_attention.triton import sparse_decode_attention
 
-    out, lse = sparse_decode_attention(*(inputs[name] for name in _NAMES), **inputs["options"])
+    out, lse = sparse_decode_attention(*(inputs[name] for name in _NAMES))
     return {"out": out, "lse": lse}
 
 
@@ -247,7 +235,7 @@ def make_merge_inputs(case: Case, device: torch.device, generator: torch.Generat
 
 
 def fast_merge(inputs: dict[str, Any]) -> Tensors:
-    from nosa_sys.kernels.sparse_decode_attention.merge import merge_partials
+    from nosa_sys.kernels.sparse_decode_attention.triton import merge_partials
 
     out, lse = merge_partials(**inputs)
     return {"out": out, "lse": lse}

@@ -1,13 +1,12 @@
 """Decode attention over KV blocks, split along the context: slots or pages of a selection, pages of a whole context.
 
 ``attend_kernel`` gives one CTA a run of blocks of one (batch, kv_head): an online softmax over tiles of tokens, K and V
-of the next tiles already on their way (``num_stages``). Splits are merged by their log-sum-exp: by the CTA that ends
-last in its group, or, where that would be a long read for one CTA, by ``combine_kernel``.
+of the next tiles already on their way (``num_stages``). ``combine_kernel`` merges the splits by their log-sum-exp; it
+is not launched when there is one split.
 
 Floor: the bytes of the attended K and V at the device's copy rate. B 64, k 64, Hkv 2, block 64, D 128, bf16: 268 MB,
 62 us at 4.3 TB/s; Hkv 8: 1.07 GB, 250 us; dense 16K, B 16, Hkv 8: 1.07 GB.
-Knobs worth scanning: ``ctas_per_sm`` (1, 2, 3), ``num_stages`` (2 to 5), ``num_warps`` (4, 8), ``tile`` (64, 128),
-``merge_bytes`` (64 to 512 KiB: partial results that the last CTA of a group reads by itself).
+Knobs worth scanning: ``ctas_per_sm`` (1, 2, 3), ``num_stages`` (2 to 5), ``num_warps`` (4, 8), ``tile`` (64, 128).
 One CTA's stages hold 2 * tile * D * e bytes each: 32 KiB at the defaults, of 227 KiB an SM.
 """
 
@@ -24,13 +23,6 @@ from torch import Tensor
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
 from nosa_sys.kernels.launch import choose_splits, interpreting, n_sms, on_device, padded
-from nosa_sys.kernels.sparse_decode_attention.arrivals import arrivals_of
-from nosa_sys.kernels.sparse_decode_attention.merge import (
-    MERGE_BYTES,
-    combine_kernel,
-    merge_group,
-    merge_specs,
-)
 from nosa_sys.kernels.sparse_decode_attention.reference import slots_or_pages
 
 _LOG2_E = math.log2(math.e)
@@ -74,9 +66,6 @@ def attend_kernel(
     lengths,
     out,
     lse,
-    part_out,
-    part_lse,
-    arrivals,
     n_entries,
     table_width,
     table_pitch,
@@ -91,7 +80,6 @@ def attend_kernel(
     BLOCK_PAD: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
     PAGED: tl.constexpr,
     UPCAST: tl.constexpr,
     STAGES: tl.constexpr,
@@ -101,10 +89,8 @@ def attend_kernel(
     those that block_ids name, or, without block_ids, every block of the context (n_entries = table_width). With counts
     int32 [batch, kv_head] only so many entries of block_ids are looked at.
 
-    A tile holds TILE / BLOCK_PAD blocks, or the TILE-token part of one block. The same block id in two neighbouring
-    entries counts once. part_out [batch, q_head, SPLITS, DIM] and part_lse [batch, q_head, SPLITS], natural log, take
-    each split's result (with one split they are out and lse). With ``arrivals`` int32 [batch, kv_head], zeros, the CTA
-    that arrives last merges its group into out [batch, q_head, DIM] and lse [batch, q_head], and leaves a zero behind.
+    A tile holds TILE / BLOCK_PAD blocks, or the TILE-token part of one block. out [batch, q_head, SPLITS, DIM] and lse
+    [batch, q_head, SPLITS], natural log. The same block id in two neighbouring entries counts once.
     """
     PACK: tl.constexpr = TILE // BLOCK_PAD if TILE > BLOCK_PAD else 1
     PARTS: tl.constexpr = (BLOCK + TILE - 1) // TILE
@@ -191,16 +177,57 @@ def attend_kernel(
     log_sum = (maximum + tl.log2(total)) * 0.6931471805599453
     log_sum = tl.where(total == 0.0, float("-inf"), log_sum)
     place = (pair * GROUP + heads) * SPLITS + split
-    tl.store(part_lse + place, log_sum, mask=in_group)
-    part_at = part_out + place[:, None] * DIM + dims[None, :]
-    tl.store(part_at, result.to(part_out.dtype.element_ty), mask=in_group[:, None] & in_dim[None, :])
-    if arrivals is not None:
-        # The barrier puts the stores of all threads before the one thread's atomic, whose release covers them.
-        tl.debug_barrier()
-        n_before = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
-        if n_before == SPLITS - 1:
-            tl.store(arrivals + pair, 0)
-            merge_group(part_out, part_lse, pair * GROUP, out, lse, GROUP, GROUP_PAD, DIM, DIM_PAD, SPLITS, SPLITS_PAD)
+    tl.store(lse + place, log_sum, mask=in_group)
+    out_at = out + place[:, None] * DIM + dims[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=in_group[:, None] & in_dim[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    part_out,
+    part_lse,
+    out,
+    lse,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    """Merge part_out [row, SPLITS, DIM] by part_lse [row, SPLITS]; one CTA a row."""
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    within = splits < SPLITS
+    logs = tl.load(part_lse + row * SPLITS + splits, mask=within, other=float("-inf"))
+    parts_at = part_out + (row * SPLITS + splits)[:, None] * DIM + dims[None, :]
+    parts = tl.load(parts_at, mask=within[:, None] & (dims < DIM)[None, :], other=0.0).to(tl.float32)
+    largest = tl.max(logs, axis=0)
+    floor = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp(logs - floor)
+    total = tl.sum(weights, axis=0)
+    merged = tl.sum(parts * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
+    tl.store(lse + row, tl.where(total == 0.0, float("-inf"), floor + tl.log(total)))
+
+
+@triton.jit
+def merge_kernel(out_a, lse_a, out_b, lse_b, out, lse, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Two parts into one; one CTA a row."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, DIM_PAD)
+    in_dim = dims < DIM
+    log_a = tl.load(lse_a + row)
+    log_b = tl.load(lse_b + row)
+    a = tl.load(out_a + row * DIM + dims, mask=in_dim, other=0.0).to(tl.float32)
+    b = tl.load(out_b + row * DIM + dims, mask=in_dim, other=0.0).to(tl.float32)
+    largest = tl.maximum(log_a, log_b)
+    floor = tl.where(largest == float("-inf"), 0.0, largest)
+    weight_a = tl.exp(log_a - floor)
+    weight_b = tl.exp(log_b - floor)
+    total = weight_a + weight_b
+    merged = (weight_a * a + weight_b * b) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * DIM + dims, merged.to(out.dtype.element_ty), mask=in_dim)
+    tl.store(lse + row, tl.where(total == 0.0, float("-inf"), floor + tl.log(total)))
 
 
 def default_tile(dtype: torch.dtype) -> int:
@@ -223,9 +250,8 @@ def attend(
     tile: int | None = None,
     num_warps: int = 4,
     num_stages: int = 4,
-    merge_bytes: int = MERGE_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Launch ``attend_kernel`` and, where a group's partial results exceed ``merge_bytes``, ``combine_kernel``.
+    """Launch ``attend_kernel`` and, where the work was split, ``combine_kernel``.
 
     ``rows`` [batch, kv_head, entry] are slots, ``rows`` [batch, block] a page table; ``block_ids`` [batch, kv_head,
     entry], None (with a page table alone): every block of the context; ``counts`` int32 [batch, kv_head]: so many of
@@ -254,12 +280,10 @@ def attend(
     lse = torch.empty((batch, n_q_heads), dtype=torch.float32, device=q.device)
     if batch == 0:
         return out, lse
-    part_out, part_lse, arrivals = out, lse, None
-    combined = splits > 1 and group * splits * dim * 4 > merge_bytes
+    part_out, part_lse = out, lse
     if splits > 1:
         part_out = torch.empty((batch, n_q_heads, splits, dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((batch, n_q_heads, splits), dtype=torch.float32, device=q.device)
-        arrivals = None if combined else arrivals_of(q.device, batch * n_kv_heads)
     with on_device(q):
         attend_kernel[(batch * n_kv_heads * splits,)](
             q,
@@ -269,11 +293,8 @@ def attend(
             block_ids,
             counts,
             lengths,
-            out,
-            lse,
             part_out,
             part_lse,
-            arrivals,
             n_entries,
             rows.shape[-1],
             rows.stride(0),
@@ -288,13 +309,12 @@ def attend(
             BLOCK_PAD=padded(block_size),
             TILE=tile,
             SPLITS=splits,
-            SPLITS_PAD=padded(splits),
             PAGED=paged,
             UPCAST=interpreting() or q.dtype == torch.float32,
             STAGES=num_stages,
             num_warps=num_warps,
         )
-        if combined:
+        if splits > 1:
             combine_kernel[(batch * n_q_heads,)](
                 part_out,
                 part_lse,
@@ -318,35 +338,28 @@ def sparse_decode_attention(
     lengths: Tensor,
     page_table: Tensor | None = None,
     counts: Tensor | None = None,
-    *,
-    splits: int | None = None,
-    merge_bytes: int = MERGE_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """As ``reference.sparse_decode_attention``, without gradient. Of equal block ids only neighbours are recognised:
     ids come in ascending order, as the selection gives them, or distinct."""
     rows = slots_or_pages(slot_rows, page_table)
-    return attend(
-        q,
-        slots,
-        slot_betas,
-        rows,
-        block_ids,
-        lengths,
-        block_ids.shape[1],
-        counts=counts,
-        splits=splits,
-        merge_bytes=merge_bytes,
-    )
+    return attend(q, slots, slot_betas, rows, block_ids, lengths, block_ids.shape[1], counts=counts)
 
 
-def attend_spec(
-    dtype: str, dim: int, block: int, *, paged: bool, biased: bool, listed: bool = False, splits: int = 5
-) -> AotSpec:
-    """``attend_kernel`` for a type ("bf16", "fp16", "fp32"), as ``attend`` launches it; ``listed``: pages by id;
-    splits are merged inside."""
+def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``reference.merge_partials``, one launch."""
+    dim = out_a.shape[-1]
+    parts = [t.contiguous() for t in (out_a, lse_a, out_b, lse_b)]
+    out, lse = torch.empty_like(parts[0]), torch.empty_like(parts[1])
+    if lse.numel():
+        with on_device(out_a):
+            merge_kernel[(lse.numel(),)](*parts, out, lse, DIM=dim, DIM_PAD=padded(dim), num_warps=1)
+    return out, lse
+
+
+def attend_spec(dtype: str, dim: int, block: int, *, paged: bool, biased: bool, listed: bool = False) -> AotSpec:
+    """``attend_kernel`` for a type ("bf16", "fp16", "fp32"), as ``attend`` launches it; ``listed``: pages by id."""
     constants: dict[str, Any] = {"KV_HEADS": 2, "GROUP": 16, "GROUP_PAD": 16, "DIM": dim, "DIM_PAD": padded(dim)}
-    constants |= {"BLOCK": block, "BLOCK_PAD": padded(block), "TILE": 32 if dtype == "fp32" else 64}
-    constants |= {"SPLITS": splits, "SPLITS_PAD": padded(splits)} | ({"arrivals": None} if splits == 1 else {})
+    constants |= {"BLOCK": block, "BLOCK_PAD": padded(block), "TILE": 32 if dtype == "fp32" else 64, "SPLITS": 2}
     constants |= {"PAGED": paged, "UPCAST": dtype == "fp32", "STAGES": 4}
     constants |= {} if biased else {"betas": None}
     constants |= {} if dim == 96 else {"counts": None}
@@ -357,25 +370,30 @@ def attend_spec(
         "betas": "*fp32",
         "rows": "*i32" if paged and not listed else "*i64",
     }
-    signature |= dict.fromkeys(("block_ids", "counts", "lengths", "arrivals"), "*i32")
-    signature |= {"out": f"*{dtype}", "lse": "*fp32", "part_lse": "*fp32"}
-    signature |= {"part_out": f"*{dtype}" if splits == 1 else "*fp32"}
+    signature |= {"block_ids": "*i32", "counts": "*i32", "lengths": "*i32", "out": "*fp32", "lse": "*fp32"}
     signature |= dict.fromkeys(("n_entries", "table_width", "table_pitch", "q_batch_rows"), "i32") | {
         "scale_log2": "fp32"
     }
     signature |= dict.fromkeys(constants, "constexpr")
     name = f"attend-{'listed-' if listed else ''}{'pages' if paged else 'slots'}-{dtype}-{dim}-{block}"
-    name += "" if splits > 1 else "-whole"
     return AotSpec(name, attend_kernel, signature, constants, 4, 4)
 
 
 def _aot_specs() -> list[AotSpec]:
     shapes = (("bf16", 128, 64), ("bf16", 80, 16), ("fp16", 96, 48), ("fp32", 64, 64))
     specs = [attend_spec(dtype, dim, block, paged=False, biased=dim != 96) for dtype, dim, block in shapes]
-    specs.append(attend_spec("bf16", 128, 64, paged=False, biased=True, splits=1))
     for dtype, dim, block in (("bf16", 128, 64), ("bf16", 80, 16), ("fp16", 128, 128), ("fp32", 64, 64)):
         specs.append(attend_spec(dtype, dim, block, paged=True, biased=dim != 128 or block == 64, listed=True))
-    return specs + merge_specs()
+    dims = {"DIM": 96, "DIM_PAD": 128}
+    for dtype in ("bf16", "fp16", "fp32"):
+        constants = {"SPLITS": 5, "SPLITS_PAD": 8} | dims
+        signature = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"out": f"*{dtype}"}
+        signature |= dict.fromkeys(constants, "constexpr")
+        specs.append(AotSpec(f"combine-{dtype}", combine_kernel, signature, constants, 1))
+        signature = dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32")
+        signature |= dict.fromkeys(("out_a", "out_b", "out"), f"*{dtype}") | dict.fromkeys(dims, "constexpr")
+        specs.append(AotSpec(f"merge-{dtype}", merge_kernel, signature, dims, 1))
+    return specs
 
 
 AOT_SPECS = _aot_specs()
