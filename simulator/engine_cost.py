@@ -82,6 +82,13 @@ def logits_mb(shape: ModelShape, n_rows: np.ndarray) -> Floats:
     return np.asarray(n_rows, dtype=np.float64) * 2 * shape.vocab_size * shape.dtype_bytes / MB
 
 
+def merge_mb(shape: ModelShape, n_rows: np.ndarray) -> Floats:
+    """Megabytes of a merge: two partial outputs with their log-sum-exps read, one output written."""
+    partial = (shape.head_dim + 1) * PARTIAL_BYTES
+    per_row = shape.n_q_heads * (2 * partial + shape.head_dim * shape.dtype_bytes)
+    return np.asarray(n_rows, dtype=np.float64) * per_row / MB
+
+
 @dataclass(frozen=True)
 class EngineCostModel(CostModel):
     """Costs on a profile that has engine terms. ``slots``: a head, 0 for dense attention."""
@@ -114,9 +121,7 @@ class EngineCostModel(CostModel):
         return fixed + sizes @ np.array([t.attention_us_per_mb, t.attention_us_per_small_mb])
 
     def merge_us(self, n_sequences: np.ndarray) -> Floats:
-        partial = (self.shape.head_dim + 1) * PARTIAL_BYTES
-        row = self.shape.n_q_heads * (2 * partial + self.shape.head_dim * self.shape.dtype_bytes)
-        return self.terms.merge_fixed_us + n_sequences * float(row) / MB * self.terms.attention_us_per_mb
+        return self.terms.merge_fixed_us + merge_mb(self.shape, n_sequences) * self.terms.attention_us_per_mb
 
     def attention_split(self, loads: LayerStepMisses) -> AttentionSplit:
         """Both launches and the merge run in every layer, whatever was missed; dense attention is one launch."""

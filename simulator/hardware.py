@@ -123,12 +123,18 @@ def load_hardware(hardware: str | Path | HardwareProfile) -> HardwareProfile:
     """
     if isinstance(hardware, HardwareProfile):
         return hardware
+    directory = profile_directory(hardware)
+    return _parse(_read(directory / "meta.json"), _read(directory / "models.json"), directory)
+
+
+def profile_directory(hardware: str | Path) -> Path:
+    """The directory of a profile by its name, or of a bundle. HardwareError for neither."""
     directory = _BUILT_IN / str(hardware) if str(hardware) in known_profiles() else Path(hardware)
     if not directory.is_dir():
         raise HardwareError(
             f"unknown hardware {str(hardware)!r}; known: {', '.join(known_profiles())}, or the directory of a bundle"
         )
-    return _parse(_read(directory / "meta.json"), _read(directory / "models.json"), directory)
+    return directory
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -27,10 +27,16 @@ def command(
     dry_run: DryRun = False,
     json: JsonFlag = False,
 ) -> None:
-    """Run the CPU engine in cells that calibration did not use and compare step times; status 1 past a threshold.
+    """Run the engine in cells that calibration did not use and compare step times; status 1 past a threshold.
 
+    A recipe of kind gpu runs on a CUDA device, calibrating in the same session unless --hardware has engine terms.
     Example: [bold]nosa validate experiments/validate-cpu.yaml --out out/validate[/bold]
     """
+    from nosa_sys.experiments.gpu_validation_recipe import is_gpu_recipe
+
+    if is_gpu_recipe(recipe):
+        _on_gpu(recipe, out_dir, hardware, overwrite=overwrite, dry_run=dry_run, json=json)
+        return
     from nosa_sys.experiments.validation_recipe import load_validation_recipe  # pydantic takes its time
 
     plan = load_validation_recipe(recipe)
@@ -60,6 +66,43 @@ def command(
     console.print(cells_table(document))
     for line in document["exceeded"]:
         out.stderr().print(f"exceeded: {line}", markup=False)
+    if json:
+        out.print_json(document)
+    if not document["ok"]:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _on_gpu(path: Path, out_dir: Path, hardware: str | None, *, overwrite: bool, dry_run: bool, json: bool) -> None:
+    """A recipe of kind gpu."""
+    from nosa_sys.experiments.gpu_validation_recipe import load_gpu_recipe
+    from nosa_sys.simulator.hardware import load_hardware
+
+    plan = load_gpu_recipe(path)
+    check_output(out_dir, overwrite=overwrite)
+    calibrated = load_hardware(hardware or plan.hardware).engine is not None
+    facts = [
+        ("recipe", plan.name),
+        ("settings", ", ".join(f"{n} of {shape}" for shape, n in plan.settings.items())),
+        ("each", f"{plan.windows} windows of {plan.steps} steps under every schedule; the median counts"),
+        ("hardware", f"{hardware or plan.hardware}" + ("" if calibrated else ", calibrated on the engine first")),
+        ("time", f"at most {plan.max_minutes:g} minutes of measuring"),
+        ("thresholds", ", ".join(f"{k} {v:.0%}" for k, v in plan.thresholds.model_dump().items() if v is not None)),
+    ]
+    out.stderr().print(out.facts(f"validate {path}", facts))
+    if dry_run:
+        if json:
+            out.print_json({"kind": "validation", "dry_run": True, "n_settings": sum(plan.settings.values())})
+        return
+    from nosa_sys.experiments.gpu_validation import report_lines, validate_gpu
+
+    def say(text: str) -> None:
+        out.stderr().print(text, markup=False, highlight=False)
+
+    with whole_directory(out_dir, overwrite=overwrite) as partial:
+        document = validate_gpu(plan, partial, say, hardware=hardware, calibrate=not calibrated)
+    console = out.human(json)
+    for text in report_lines(document):
+        console.print(text, markup=False, highlight=False)
     if json:
         out.print_json(document)
     if not document["ok"]:

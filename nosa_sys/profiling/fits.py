@@ -47,23 +47,31 @@ class LinearFit:
         }
 
 
-def _solve(values: np.ndarray, times_us: np.ndarray, through_zero: bool) -> np.ndarray:
-    """Non-negative least squares of relative errors: every row is divided by its own time."""
+def _solve(values: np.ndarray, times_us: np.ndarray, through_zero: bool, weights: np.ndarray) -> np.ndarray:
+    """Non-negative least squares of relative errors: every row is divided by its own time, and weighed."""
     from scipy.optimize import nnls
 
     ones = np.full((len(values), 1), 0.0 if through_zero else 1.0)
-    design = np.concatenate([ones, values], axis=1) / times_us[:, None]
+    design = np.concatenate([ones, values], axis=1) * (weights / times_us)[:, None]
     scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
-    solution, _ = nnls(design / scale, np.ones(len(values)))
+    solution, _ = nnls(design / scale, weights)
     return solution / scale
 
 
 def fit_linear(
-    features: Sequence[str], values: np.ndarray, times_us: np.ndarray, *, through_zero: bool = False
+    features: Sequence[str],
+    values: np.ndarray,
+    times_us: np.ndarray,
+    *,
+    through_zero: bool = False,
+    weights: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
 ) -> LinearFit:
     """Fit measured ``times_us`` [point] to ``values`` [point, feature]; ``through_zero`` leaves the fixed part out.
 
-    Raises HardwareError with fewer points than coefficients plus one: a leave-one-out error would be meaningless.
+    ``weights`` [point]: how much each point's relative error counts, default all alike. ``groups`` [point]: points of
+    one group (the measurements of one run) are left out together. Raises HardwareError with fewer points than
+    coefficients plus one: a leave-one-out error would be meaningless.
     """
     values, times_us = np.asarray(values, dtype=np.float64), np.asarray(times_us, dtype=np.float64)
     needed = len(features) + 2
@@ -71,11 +79,13 @@ def fit_linear(
         raise HardwareError(f"a fit over {', '.join(features)} needs at least {needed} points, got {len(times_us)}")
     if not (np.isfinite(times_us).all() and (times_us > 0).all()):
         raise HardwareError("measured times must be finite and above 0")
-    coefficients = _solve(values, times_us, through_zero)
+    weights = np.ones(len(times_us)) if weights is None else np.asarray(weights, dtype=np.float64)
+    groups = np.arange(len(times_us)) if groups is None else np.asarray(groups)
+    coefficients = _solve(values, times_us, through_zero, weights)
     errors = []
     for left_out in range(len(times_us)):
-        keep = np.arange(len(times_us)) != left_out
-        others = _solve(values[keep], times_us[keep], through_zero)
+        keep = groups != groups[left_out]
+        others = _solve(values[keep], times_us[keep], through_zero, weights[keep])
         predicted = others[0] + values[left_out] @ others[1:]
         errors.append(abs(predicted - times_us[left_out]) / times_us[left_out])
     return LinearFit(tuple(features), float(coefficients[0]), tuple(map(float, coefficients[1:])), tuple(errors))
