@@ -15,6 +15,7 @@ from nosa_sys.cli import (
     capture,
     demo,
     doctor,
+    eval,
     generate,
     ls,
     profile,
@@ -58,7 +59,7 @@ def _root(
     """Decode with NOSA sparse attention and KV offload, record what moves, and price it on other hardware."""
 
 
-for _module in (doctor, generate, capture, replay, profile, simulate, sweep, validate, train, report, ls, demo):
+for _module in (doctor, generate, capture, replay, profile, simulate, sweep, validate, train, eval, report, ls, demo):
     app.command(_module.NAME)(_module.command)
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")

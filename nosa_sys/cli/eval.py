@@ -1,0 +1,153 @@
+"""``nosa eval``: perplexity, dense mass, retrieval and long generation of models and methods, on the engine."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nosa_sys.cli import console as out
+from nosa_sys.cli.decode_progress import DecodeProgress
+from nosa_sys.cli.options import DryRun, JsonFlag, Overwrite
+from nosa_sys.cli.settings import read_yaml_mapping
+from nosa_sys.errors import ConfigError
+from nosa_sys.outputs import check_output, whole_directory
+
+if TYPE_CHECKING:
+    from nosa_sys.training.evaluation_settings import EvalSettings
+
+NAME = "eval"
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="Subjects, contexts, budgets and what to do.")],
+    texts: Annotated[Path, typer.Option("--texts", help="Folder or tar archive of .txt and .md files.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Directory of rows.parquet and summary.json.")],
+    only: Annotated[str | None, typer.Option("--only", help="Subjects to run, comma separated.")] = None,
+    documents: Annotated[int | None, typer.Option("--documents", min=0, help="Documents for perplexity.")] = None,
+    cases: Annotated[int | None, typer.Option("--cases", min=0, help="Texts a retrieval task and depth.")] = None,
+    generations: Annotated[int | None, typer.Option("--generations", min=0, help="Long generations a subject.")] = None,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of torch.")] = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    json: JsonFlag = False,
+) -> None:
+    """Compare models and methods at equal blocks or equal GPU bytes; misses and bytes stand beside every figure.
+
+    Example: [bold]nosa eval experiments/eval-heads.yaml --texts books/ --out out/eval --device cuda[/bold]
+    """
+    from nosa_sys.training.evaluation_settings import EVAL_KEYS, parse_eval_recipe
+
+    data = read_yaml_mapping(recipe, EVAL_KEYS)
+    changes = {"documents": documents, "cases": cases, "generation_documents": generations}
+    data = {**data, **{name: value for name, value in changes.items() if value is not None}}
+    settings = parse_eval_recipe(_chosen(data, only), str(recipe))
+    check_output(out_dir, overwrite=overwrite)
+    out.stderr().print(plan_table(recipe, settings, device))
+    if dry_run:
+        if json:
+            out.print_json({"kind": "evaluation", "dry_run": True, "subjects": [s.name for s in settings.subjects]})
+        return
+    import pandas as pd
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    from nosa_sys.machine import cpu_name, git_revision, versions
+    from nosa_sys.training.evaluate import Evaluation
+    from nosa_sys.training.summaries import summarise
+    from nosa_sys.training.texts import read_texts
+
+    found = read_texts(texts)
+    with whole_directory(out_dir, overwrite=overwrite) as partial:
+        with DecodeProgress(out.stderr()) as progress:
+            evaluation = Evaluation(settings, found, device=device, progress=progress)
+            rows = evaluation.run()
+        pd.DataFrame(rows).to_parquet(partial / "rows.parquet", index=False)
+        document: dict[str, Any] = {
+            "kind": "evaluation",
+            "name": settings.name,
+            "status": "measured",
+            "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name(),
+            "recipe": data,
+            "texts": [{"name": text.name, "sha256": text.sha256} for text in found],
+            "figures": summarise(rows, [subject.name for subject in settings.subjects], settings.seed),
+            "notes": evaluation.notes,
+            "versions": versions(),
+            "git_revision": git_revision(),
+        }
+        (partial / "summary.json").write_text(json_module.dumps(out.plain(document), indent=1) + "\n", encoding="utf-8")
+    console = out.human(json)
+    for table in figure_tables(document["figures"], settings.baseline_name):
+        console.print(table)
+    for note in evaluation.notes:
+        console.print(f"note: {note}", markup=False)
+    if json:
+        out.print_json(document)
+
+
+def _chosen(data: dict[str, Any], only: str | None) -> dict[str, Any]:
+    """The recipe with the subjects of ``only``, its baseline kept where it is one of them."""
+    if only is None or not isinstance(data.get("subjects"), list):
+        return data
+    names = only.split(",")
+    given = {subject.get("name"): subject for subject in data["subjects"] if isinstance(subject, dict)}
+    unknown = [name for name in names if name not in given]
+    if unknown:
+        raise ConfigError(f"--only: no subject {unknown[0]!r}; known: {', '.join(map(str, given))}")
+    baseline = data.get("baseline") if data.get("baseline") in names else None
+    return {**data, "subjects": [given[name] for name in names], "baseline": baseline}
+
+
+def plan_table(recipe: Path, settings: EvalSettings, device: str) -> Any:
+    """What will run."""
+    cells = ", ".join(f"{context} tokens at k {sparse.topk}" for context, sparse in settings.cells())
+    rows = [(s.name, s.method, s.head, s.model, s.adapter or "-") for s in settings.ordered_subjects]
+    title = f"eval {recipe} on {device}: {cells}; equal {settings.budget}, slots {settings.slots:g} k"
+    return out.table(title, ("subject", "method", "head", "model", "adapter"), rows)
+
+
+def figure_tables(figures: list[dict[str, Any]], baseline: str) -> list[Any]:
+    """Perplexity of all positions and of their second half, task scores, generation; each beside what it moves."""
+
+    def spread(row: dict[str, Any], name: str) -> str:
+        if row.get(name) is None:
+            return "-"
+        low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+        return f"{row[name]:.4g}" + ("" if low is None or high is None else f" ({low:.4g} to {high:.4g})")
+
+    def make(kind: str, label: str, value: str, other: str, parts: tuple[str, ...] | None) -> Any:
+        rows = [
+            (
+                f"{row['subject']}, {row['context']}, k {row['topk'] or 'all'}",
+                row[label],
+                spread(row, value),
+                spread(row, other),
+                row["misses_per_head_step"],
+                out.size(row["h2d_bytes_per_step"]),
+                out.size(row["gpu_bytes"]),
+            )
+            for row in figures
+            if row["kind"] == kind and (parts is None or row[label] in parts)
+        ]
+        columns = (
+            "subject",
+            label,
+            value.replace("_", " "),
+            other.replace("_", " "),
+            "misses a head",
+            "H2D a step",
+            "GPU",
+        )
+        return out.table(f"{kind}, 95 % intervals over documents", columns, rows) if rows else None
+
+    ratio = f"ratio_to_{baseline}"
+    found = [
+        make("perplexity", "part", "perplexity", ratio, ("all", "second half")),
+        make("task", "task", "score", f"score_minus_{baseline}", None),
+        make("generation", "part", "dense_perplexity", ratio, ("all", "second half")),
+    ]
+    return [table for table in found if table is not None]

@@ -1,0 +1,257 @@
+"""Evaluation: every subject in every cell on the same documents; rows with misses and bytes beside each score."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nosa_sys.engine.sampling import SamplingParams
+from nosa_sys.errors import ConfigError
+from nosa_sys.experiments.equal_bytes import full_kv_bytes, kept_bytes
+from nosa_sys.methods import get_method
+from nosa_sys.models.load import LoadedModel, load_model
+from nosa_sys.slot_count import slots_of
+from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.training.decoding import Request, decode, distinct_share, first_difference
+from nosa_sys.training.evaluation_settings import EvalSettings, Subject
+from nosa_sys.training.scoring import DocumentScore, score_document
+from nosa_sys.training.tasks import NEEDLES, Case, make_case
+from nosa_sys.training.texts import Document
+
+Progress = Callable[[str, int, int], None]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One subject in one cell."""
+
+    subject: Subject
+    loaded: LoadedModel
+    context: int
+    asked: SparseConfig
+    sparse: SparseConfig
+    slots: int
+
+    def columns(self) -> Row:
+        """What every row of the cell begins with. ``budget_k`` names the cell, ``topk`` is the subject's own k."""
+        shape, method = self.loaded.model.shape, get_method(self.subject.method)
+        kept = kept_bytes(shape, self.sparse, method, slots=self.slots, context=self.context, offload=not method.dense)
+        return {
+            "subject": self.subject.name,
+            "method": method.name,
+            "head": self.loaded.model.head,
+            "context": self.context,
+            "budget_k": self.asked.topk,
+            "topk": None if method.dense else self.sparse.topk,
+            "slots": None if method.dense else self.slots,
+            "gpu_bytes": kept.total_bytes,
+            "full_kv_bytes": full_kv_bytes(shape, self.sparse, self.context),
+        }
+
+
+class Evaluation:
+    """Runs ``settings`` over ``documents``; ``rows`` fill as it goes, one a document (and bucket), case or generation.
+
+    Documents are cut from a seeded place to the longest context, the same for every subject, and shorter contexts are
+    their beginnings. Raises ConfigError when too few are long enough.
+    """
+
+    def __init__(
+        self, settings: EvalSettings, documents: Sequence[Document], *, device: str = "cpu", progress: Progress
+    ) -> None:
+        self.settings, self._device, self._progress = settings, device, progress
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self._baseline = self._load(settings.ordered_subjects[0])
+        self._documents = documents
+        self._cut: list[tuple[Document, list[int]]] = self._cut_documents()
+        self._baseline_tokens: dict[tuple[int, int], list[int]] = {}  # by (k, document)
+
+    def run(self) -> list[Row]:
+        """All rows."""
+        settings = self.settings
+        for subject in settings.ordered_subjects:
+            loaded = self._baseline if subject.name == settings.baseline_name else self._load(subject)
+            if loaded.model.shape.vocab_size != self._baseline.model.shape.vocab_size:
+                raise ConfigError(f"subject {subject.name} has another vocabulary than {settings.baseline_name}")
+            for context, asked in settings.cells():
+                cell = self._cell(subject, loaded, context, asked)
+                self._score(cell)
+                if settings.cases and settings.tasks:
+                    self._retrieve(cell)
+            if settings.generation_documents:
+                for asked in settings.budgets():
+                    context = settings.generation_prompt + settings.generation_tokens
+                    self._generate(self._cell(subject, loaded, context, asked))
+        return self.rows
+
+    def _cell(self, subject: Subject, loaded: LoadedModel, context: int, asked: SparseConfig) -> _Cell:
+        sparse = self.settings.budget_of(subject, asked, context, loaded.model.shape)
+        return _Cell(subject, loaded, context, asked, sparse, slots_of(self.settings.slots, sparse.topk))
+
+    def _load(self, subject: Subject) -> LoadedModel:
+        self._progress(f"loading {subject.name}", 0, 0)
+        default = "bfloat16" if self._device.startswith("cuda") else "float32"
+        loaded = load_model(
+            subject.model,
+            dtype=self.settings.dtype or default,
+            device=self._device,
+            head=subject.head,
+            adapter=subject.adapter,
+            convert_dense=subject.convert_dense,
+            rope_theta=subject.rope_theta,
+        )
+        self.notes += [f"{subject.name}: {note}" for note in loaded.notes]
+        return loaded
+
+    # ---- documents
+    def _cut_documents(self) -> list[tuple[Document, list[int]]]:
+        settings = self.settings
+        needed = max(settings.documents, settings.generation_documents, 1 if settings.cases else 0)
+        length = max([*settings.contexts, settings.generation_prompt if settings.generation_documents else 0])
+        found: list[tuple[Document, list[int]]] = []
+        for index, document in enumerate(self._documents):
+            if len(found) == needed:
+                break
+            tokens = self._baseline.tokenizer.encode(document.text)
+            if len(tokens) >= length:
+                start = int(np.random.default_rng((settings.seed, index + 1)).integers(len(tokens) - length + 1))
+                found.append((document, tokens[start : start + length]))
+                self._progress("reading documents", len(found), needed)
+        if len(found) < needed:
+            raise ConfigError(
+                f"{len(found)} of {len(self._documents)} texts have the {length} tokens that are needed, and {needed} "
+                "are asked for; give longer texts, or ask for fewer documents or shorter contexts"
+            )
+        return found
+
+    # ---- perplexity, misses, dense mass
+    def _score(self, cell: _Cell) -> None:
+        n = self.settings.documents
+        for index, (document, tokens) in enumerate(self._cut[:n]):
+            self._progress(f"{cell.subject.name}, {cell.context}: documents", index, n)
+            score = score_document(
+                cell.loaded.model,
+                tokens[: cell.context],
+                cell.sparse,
+                method=cell.subject.method,
+                mass_positions=self.settings.mass_positions,
+                seed=self.settings.seed + index,
+            )
+            for first, last, name in self._buckets(len(score.loss)):
+                part = self._score_columns(cell, score, first, last)
+                self.rows.append(
+                    {"kind": "perplexity", **cell.columns(), "document": document.name, "part": name, **part}
+                )
+
+    def _buckets(self, n: int) -> list[tuple[int, int, str]]:
+        """(first, end, name): equal parts of the positions, then all of them, then their second half."""
+        edges = np.linspace(0, n, self.settings.buckets + 1).astype(int).tolist()
+        parts = [(first, end, f"{first}-{end - 1}") for first, end in itertools.pairwise(edges) if end > first]
+        return [*parts, (0, n, "all"), (n // 2, n, "second half")]
+
+    @staticmethod
+    def _score_columns(cell: _Cell, score: DocumentScore, first: int, end: int) -> Row:
+        shape = cell.loaded.model.shape
+        heads, part = shape.n_layers * shape.n_kv_heads, slice(first, end)
+        # a step is warm when there is one before it, as in decoding
+        warm = slice(max(1, first), end)
+        n_warm, selected = max(0, end - max(1, first)), int(score.selected[warm].sum())
+        misses = float(score.misses[warm].sum()) / n_warm / heads if n_warm else None
+        block_bytes = shape.kv_block_bytes(cell.sparse.block_size)
+        return {
+            "loss_sum": float(score.loss[part].sum()),
+            "n_tokens": end - first,
+            "matches": int(score.matches[part].sum()),
+            "misses_per_head_step": misses,
+            "h2d_bytes_per_step": None if misses is None else misses * heads * block_bytes,
+            "gamma_weighted": float(score.kept[warm].sum()) / selected if selected else None,
+            "dense_mass": score.dense_mass,
+        }
+
+    # ---- retrieval
+    def _retrieve(self, cell: _Cell) -> None:
+        settings, tokenizer = self.settings, self._baseline.tokenizer
+        cases: list[tuple[str, Case]] = []
+        for number, kind in enumerate(settings.tasks):
+            for index in range(settings.cases):
+                document = self._cut[index % len(self._cut)][0]
+                for depth_index, depth in enumerate(settings.depths if kind in NEEDLES else (0.5,)):
+                    seed = (settings.seed, number, index, depth_index)
+                    case = make_case(kind, cell.context, tokenizer, document.text, depth=depth, seed=seed)
+                    cases.append((document.name, case))
+        requests = [Request(case.prompt, case.max_new_tokens, SamplingParams()) for _, case in cases]
+        done = self._decode(cell, requests, "retrieval", tokenizer.eos_ids)
+        for (name, case), tokens in zip(cases, done.tokens, strict=True):
+            text = tokenizer.decode(tokens)
+            self.rows.append(
+                {
+                    "kind": "task", **cell.columns(), "document": name, "task": case.kind, "depth": case.depth,
+                    "score": case.score(text), "generated": text, "answers": ", ".join(case.answers),
+                    "misses_per_head_step": done.misses_per_head_step, "h2d_bytes_per_step": done.h2d_bytes_per_step,
+                }
+            )  # fmt: skip
+
+    def _decode(self, cell: _Cell, requests: list[Request], what: str, eos_ids: Sequence[int] = ()) -> Any:
+        total, done = sum(request.max_new_tokens for request in requests), 0
+
+        def count(n: int) -> None:
+            nonlocal done
+            done += n
+            self._progress(f"{cell.subject.name}, {cell.context}: {what}", done, total)
+
+        count(0)
+        return decode(
+            cell.loaded.model,
+            requests,
+            cell.sparse,
+            method=cell.subject.method,
+            slots=cell.slots,
+            max_batch=self.settings.batch,
+            eos_ids=eos_ids,
+            on_tokens=count,
+        )
+
+    # ---- long generation
+    def _generate(self, cell: _Cell) -> None:
+        """The subject goes on from each document; the baseline's dense model reads what it wrote, and the subject reads
+        what the baseline wrote."""
+        settings = self.settings
+        prompt_tokens, n_new = settings.generation_prompt, settings.generation_tokens
+        documents = self._cut[: settings.generation_documents]
+        requests = [
+            Request(
+                tokens[:prompt_tokens],
+                n_new,
+                SamplingParams(settings.temperature, settings.top_p, settings.seed + index),
+            )
+            for index, (_, tokens) in enumerate(documents)
+        ]
+        done = self._decode(cell, requests, "generation")
+        for index, ((document, tokens), written) in enumerate(zip(documents, done.tokens, strict=True)):
+            key = (cell.asked.topk, index)
+            if cell.subject.name == settings.baseline_name:
+                self._baseline_tokens[key] = written
+            theirs = self._baseline_tokens[key]
+            prompt = tokens[:prompt_tokens]
+            own = score_document(self._baseline.model, [*prompt, *written], cell.sparse, method="full")
+            read = score_document(cell.loaded.model, [*prompt, *theirs], cell.sparse, method=cell.subject.method)
+            for first, end, name in self._buckets(n_new):
+                part = slice(prompt_tokens - 1 + first, prompt_tokens - 1 + end)
+                self.rows.append(
+                    {
+                        "kind": "generation", **cell.columns(), "document": document.name, "part": name,
+                        "n_tokens": end - first, "dense_loss_sum": float(own.loss[part].sum()),
+                        "baseline_text_loss_sum": float(read.loss[part].sum()),
+                        "agreement_with_baseline": float(read.matches[part].mean()),
+                        "distinct_4_grams": distinct_share(written[first:end]),
+                        "first_difference": first_difference(written, theirs),
+                        "misses_per_head_step": done.misses_per_head_step,
+                        "h2d_bytes_per_step": done.h2d_bytes_per_step, "d2h_bytes_per_step": done.d2h_bytes_per_step,
+                    }
+                )  # fmt: skip
