@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,13 @@ def _gamma(cell: DecodeCell, first: int, n: int) -> float | None:
     return float(kept.sum()) / float((cell.injection.ids_table[first:last] >= 0).sum())
 
 
+def command_line() -> str:
+    """How this process was started, without the place of the program on this machine."""
+    program = Path(sys.argv[0])
+    name = f"python -m nosa_sys.experiments.{program.stem}" if program.suffix == ".py" else program.name
+    return " ".join((name, *sys.argv[1:]))
+
+
 def facts(model: LlamaModel) -> dict[str, Any]:
     """Machine, versions and command line, for the head of a result file."""
     link = nvidia_link() if model.device.type == "cuda" else None
@@ -208,6 +216,6 @@ def facts(model: LlamaModel) -> dict[str, Any]:
         "pcie": link[1] if link else None,
         "versions": versions(),
         "git_revision": git_revision(),
-        "command": " ".join(sys.argv),
+        "command": command_line(),
         "model": model.shape.to_dict(),
     }

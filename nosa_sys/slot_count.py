@@ -6,6 +6,18 @@ import math
 
 from nosa_sys.errors import ConfigError
 
+# Fastest at equal GPU bytes of 1, 1.25, 1.5 and 2 x k, for NOSA and InfLLMv2 on recorded sets (H200, docs/LOG.md).
+GPU_SLOT_FACTOR = 1.25
+
+
+def default_slots(topk: int, runner: str) -> int:
+    """Slots where nobody says: k, and on a GPU, whose transfers cost time, a hot buffer beside them.
+
+    >>> default_slots(64, "eager"), default_slots(64, "graph")
+    (64, 80)
+    """
+    return slots_of(GPU_SLOT_FACTOR, topk) if runner == "graph" else topk
+
 
 def slots_of(value: int | float | str, topk: int) -> int:
     """Slots from a whole number of blocks (80, "80") or a multiple of topk (1.25, "1.25x"), rounded up.

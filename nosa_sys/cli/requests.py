@@ -13,7 +13,7 @@ from nosa_sys.cli.settings import Settings
 from nosa_sys.errors import ConfigError
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import DTYPE_BYTES, PRESETS, ModelShape
-from nosa_sys.slot_count import slots_of
+from nosa_sys.slot_count import default_slots, slots_of
 from nosa_sys.sparse_config import SparseConfig
 
 if TYPE_CHECKING:
@@ -59,22 +59,25 @@ def build_request(
     """Resolve and note every setting; raises before any weight is read. The bytes needed are None for a model whose
     shape is not known yet."""
     from nosa_sys.engine.sampling import SamplingParams  # torch: only the verbs that decode wait for it
-    from nosa_sys.engine.setup import resolve_guesses, resolve_policy
+    from nosa_sys.engine.setup import resolve_guesses, resolve_policy, resolve_runner
     from nosa_sys.experiments.capture import CaptureRequest
 
     name = settings.pick("model", model.model, DEFAULT_MODEL)
     sparse = resolve_budgets(budgets, settings, SparseConfig(), "default")
     method = settings.pick("method", cache.method, "nosa")
     get_method(method).check(sparse)
+    device = settings.pick("device", model.device, "cpu")
+    chosen = _engine_choices(settings, engine, device, timed=timed)
     given, slots_origin = settings.find("slots", cache.slots, None)
     slots = None if given is None else slots_of(given, sparse.topk)
     dense = get_method(method).dense
     offload, offload_origin = settings.find("offload", engine.offload, bool)
     offloads = not dense if offload is None else bool(offload)
     settings.note("offload", offloads, offload_origin or "derived from method")
+    by_default = default_slots(sparse.topk, resolve_runner(chosen["runner"], device.partition(":")[0]))
+    n_slots = by_default if slots is None else slots
     if offloads:
-        settings.note("slots", sparse.topk if slots is None else slots, slots_origin or "derived: k")
-    n_slots = sparse.topk if slots is None else slots
+        settings.note("slots", n_slots, slots_origin or f"derived: {by_default / sparse.topk:g} k")
     if n_slots > _MAX_COUNT:
         raise ConfigError(f"slots={n_slots} exceeds the limit of {_MAX_COUNT}")
     policy, policy_origin = settings.find("policy", cache.policy, str)
@@ -87,8 +90,6 @@ def build_request(
     dtype = settings.pick("dtype", model.dtype, "float32")
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPE_BYTES)}")
-    device = settings.pick("device", model.device, "cpu")
-    chosen = _engine_choices(settings, engine, device, timed=timed)
     sampling = SamplingParams(
         temperature=settings.pick("temperature", decode.temperature, 0.0),
         top_p=settings.pick("top_p", decode.top_p, 1.0),

@@ -48,7 +48,7 @@ class Engine:
 
     Args:
         schedule: the order of fetches and attention; on CUDA auto (the default) tries them and keeps the fastest.
-        slots: device blocks per (layer, sequence, KV head), the current block included; default k.
+        slots: device blocks per (layer, sequence, KV head), the current block included; default k, with graphs 1.25 k.
         policy: which blocks stay beyond the selection: exact (none), lru or beta; default exact where slots = k.
         host_kv_dtype: must be the model's dtype for now.
         prefill_chunk: prompt tokens per prefill pass.
@@ -109,7 +109,8 @@ class Engine:
         self.method = get_method(method)
         self.method.check(sparse)
         self.offload = not self.method.dense if offload is None else offload
-        self.slots = resolve_slots(slots, sparse, offload=self.offload)
+        self.runner_name = resolve_runner(runner, model.device.type)
+        self.slots = resolve_slots(slots, sparse, offload=self.offload, runner=self.runner_name)
         self.policy = resolve_policy(policy, self.slots, sparse.topk)
         check_sizes(prefill_chunk=prefill_chunk, max_batch=max_batch, host_memory_bytes=host_memory_bytes)
         if host_kv_dtype not in (None, model.shape.dtype):
@@ -129,7 +130,6 @@ class Engine:
         )
         self._prefill = PrefillRunner(model, self.memory, prefill_chunk, on_prefill)
         record = RECORD_SCORES if record_scores else RECORD_SELECTIONS if recorder or inspect else RECORD_NOTHING
-        self.runner_name = resolve_runner(runner, model.device.type)
         self.schedule = resolve_schedule(schedule, self.runner_name)
         self._runner = make_runner(
             self.runner_name,

@@ -14,6 +14,7 @@ from nosa_sys.engine.schedules import get_schedule
 from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.methods import Method
 from nosa_sys.models.llama import LlamaModel
+from nosa_sys.slot_count import default_slots
 from nosa_sys.sparse_config import SparseConfig
 
 if TYPE_CHECKING:
@@ -24,14 +25,14 @@ AUTO = "auto"
 _CANDIDATES = ("fused_kv", "split_merge", "two_batch")
 
 
-def resolve_slots(slots: int | None, sparse: SparseConfig, *, offload: bool) -> int:
+def resolve_slots(slots: int | None, sparse: SparseConfig, *, offload: bool, runner: str) -> int:
     """Device slots of a head; a method whose KV stays on the device has none to choose (1 is then a place-holder)."""
     if not offload:
         if slots is not None:
             raise ConfigError(f"slots={slots}: without offloading every block stays on the device; leave slots out")
         return 1
     if slots is None:
-        return sparse.topk
+        return default_slots(sparse.topk, runner)
     if slots < sparse.topk:
         raise CapacityError(
             f"slots={slots} cannot hold the {sparse.topk} blocks that one step attends to; "

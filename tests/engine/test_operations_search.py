@@ -24,7 +24,7 @@ OPERATION = st.one_of(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     operations=st.lists(OPERATION, min_size=2, max_size=8),
     method=st.sampled_from(METHODS),
@@ -32,6 +32,7 @@ OPERATION = st.one_of(
     chunk=st.integers(1, 40),
     max_batch=st.integers(1, 4),
     offload=st.booleans(),
+    runner=st.sampled_from(["eager", "serial", "split_merge", "two_batch", "auto"]),
 )
 def test_every_sequence_equals_its_oracle(
     operations: list[tuple],
@@ -40,7 +41,9 @@ def test_every_sequence_equals_its_oracle(
     chunk: int,
     max_batch: int,
     offload: bool,
+    runner: str,
 ) -> None:
+    """``runner``: the eager engine, or the fused step under the schedule of that name."""
     model = tiny_model(9)
     offload = offload and method != "full"
     slots, policy = hot if offload else (None, None)
@@ -54,6 +57,7 @@ def test_every_sequence_equals_its_oracle(
         prefill_chunk=chunk,
         max_batch=max_batch,
         poison=NAN,
+        **({} if runner == "eager" else {"runner": "kernels", "schedule": runner, "inspect": True}),
     )
     watch = Watch(engine)
     texts: dict[int, list[int]] = {}  # the tokens that each sequence must run through, forced where it generates
