@@ -115,6 +115,26 @@ class Lab:
         """A row that says why a cell was not tried."""
         self.keep({"stage": stage, "what": "nosa-sys", "skipped": reason, **more})
 
+    def largest(self, method: str, context: int, *, offload: bool) -> tuple[int, str]:
+        """(batch, limit) of a method at slots = k; a large one on a CPU, whose memory is no subject here."""
+        if not self.bench.on_gpu:
+            return self.scale.crossover_batches[-1], "the dry run"
+        return largest_batch(
+            self.bench.model.shape, self.scale.sparse, method, slots=self.scale.sparse.topk, context=context,
+            offload=offload, gpu_bytes=self.gpu_bytes, host_bytes=self.host_bytes,
+        )  # fmt: skip
+
+    def full_batch_for(self, context: int) -> tuple[int, int]:
+        """FullAttn's batch whose KV bytes NOSA can fill with the sequences that fit, and its largest batch."""
+        if not self.bench.on_gpu:
+            return self.scale.full_batch, self.scale.full_batch
+        shape, sparse = self.bench.model.shape, self.scale.sparse
+        largest = min(self.largest("full", context, offload=False)[0], self.scale.full_batch)
+        sequences, _ = self.largest("nosa", context, offload=True)
+        kept = kept_bytes(shape, sparse, "nosa", slots=sparse.topk, context=context, offload=True)
+        equal = int(sequences * kept.total_bytes // full_kv_bytes(shape, sparse, context))
+        return max(1, min(largest, equal)), max(1, largest)
+
     def fitting_batch(
         self, method: str, context: int, full_batch: int, *, slot_factor: float = 1.0, offload: bool = True
     ) -> tuple[int, str]:

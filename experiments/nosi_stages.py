@@ -16,7 +16,7 @@ from nosa_sys.engine.recorder import Recorder
 from nosa_sys.errors import NosaError
 from nosa_sys.experiments.decode_bench import base_row, places, segment_figures
 from nosa_sys.experiments.decode_bench_run import DecodeCell, Segment, Workbench, n_table_steps
-from nosa_sys.experiments.equal_bytes import kept_bytes, largest_batch
+from nosa_sys.experiments.equal_bytes import kept_bytes
 from nosa_sys.experiments.nosi_lab import Lab
 from nosa_sys.experiments.peers import PeerCache, peer_row, transformers_model
 from nosa_sys.methods import get_method
@@ -69,14 +69,19 @@ def hot_buffer(lab: Lab) -> None:
 
 
 def methods(lab: Lab) -> None:
-    """NOSA against FullAttn, InfLLMv2 (offloaded, resident), DMA and vanilla at equal GPU KV bytes."""
+    """NOSA against FullAttn, InfLLMv2 (offloaded, resident), DMA and vanilla at equal GPU KV bytes.
+
+    The bytes are those of ``full_batch`` FullAttn sequences, or of fewer where host memory cannot hold the contexts
+    that NOSA would run in them; FullAttn at the largest batch that fits stands beside as a row of its own.
+    """
     scale = lab.scale
     segment, few = Segment("", scale.warmup, scale.schedule_steps), Segment("", 1, min(8, scale.few_steps))
     for context in scale.contexts:
-        full_batch = scale.full_batch
-        fits, _ = _largest(lab, "full", context, offload=False)
-        full_batch = min(full_batch, fits) if fits else full_batch
+        full_batch, largest = lab.full_batch_for(context)
         floor = lab.measured("methods", lab.cell("full", full_batch, context, segment), segment, variant="paged")
+        if largest > full_batch:
+            cell = lab.cell("full", largest, context, segment)
+            lab.measured("methods", cell, segment, variant="paged, as many as fit")
         best = lab.slot_factor
         plan: list[tuple[str, str, float, bool, Segment, dict[str, Any]]] = [
             ("nosa", "1.0 k", 1.0, True, segment, {}),
@@ -164,7 +169,7 @@ def crossover(lab: Lab) -> None:
     scale = lab.scale
     segment, context = Segment("", scale.warmup, scale.few_steps), scale.contexts[0]
     for method, misses in (("nosa", scale.nosa_misses), ("full", 0.0)):
-        fits, limit = _largest(lab, method, context, offload=method != "full")
+        fits, limit = lab.largest(method, context, offload=method != "full")
         batches = sorted({*(b for b in scale.crossover_batches if b <= fits), min(fits, scale.crossover_batches[-1])})
         for batch in batches:
             lab.measured("crossover", lab.cell(method, batch, context, segment, misses=misses), segment)
@@ -192,13 +197,3 @@ def recorder(lab: Lab) -> None:
             found.append(row["tokens_per_s"])
     share = 1 - max(rates["on"]) / max(rates["off"])
     lab.keep({"stage": "recorder", "variant": "overhead, best of two each", "overhead_share": share, "skipped": None})
-
-
-def _largest(lab: Lab, method: str, context: int, *, offload: bool) -> tuple[int, str]:
-    """(batch, limit) of a method at slots = k; a large one on a CPU, whose memory is no subject here."""
-    if not lab.bench.on_gpu:
-        return lab.scale.crossover_batches[-1], "the dry run"
-    return largest_batch(
-        lab.bench.model.shape, lab.scale.sparse, method, slots=lab.scale.sparse.topk, context=context, offload=offload,
-        gpu_bytes=lab.gpu_bytes, host_bytes=lab.host_bytes,
-    )  # fmt: skip
