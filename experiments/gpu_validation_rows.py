@@ -108,6 +108,7 @@ def without_fetches(profile: HardwareProfile) -> HardwareProfile:
     free = dataclasses.replace(
         profile.engine,
         fetch_alone_fixed_us=0.0,
+        fetch_alone_layer_us=0.0,
         fetch_alone_us_per_mb=0.0,
         fetch_beside_fixed_us=0.0,
         fetch_beside_us_per_mb=0.0,

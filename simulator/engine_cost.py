@@ -143,7 +143,7 @@ class EngineCostModel(CostModel):
         return sum((self.table_us(n, k, n_rows) for n, k in layer_matrices(self.shape)), np.zeros(len(n_rows)))
 
     def speculation(self, guessed: Ints, covered: Ints) -> Speculation:
-        fixed_us, us_per_mb = self.terms.fetch(beside=True)
+        fixed_us, _, us_per_mb = self.terms.fetch(beside=True)
         n_bytes = guessed * self.host_block_bytes
         return Speculation(
             fixed_us=np.where(n_bytes > 0, fixed_us, 0.0),
@@ -159,7 +159,7 @@ class EngineCostModel(CostModel):
         on = rows > 0
         h2d_bytes = loads.misses.astype(np.int64) * self.host_block_bytes
         d2h_bytes = loads.filled_blocks.astype(np.int64) * self.host_block_bytes
-        fixed_us, us_per_mb = t.fetch(beside=beside)
+        fixed_us, layer_us, us_per_mb = t.fetch(beside=beside)
 
         def per_layer(values: Floats | float) -> Floats:
             column = np.where(on, values, 0.0)
@@ -171,7 +171,7 @@ class EngineCostModel(CostModel):
             host_us=np.zeros(shape),
             select_us=per_layer(self.select_us(loads.context_tokens.astype(np.float64), rows)),
             h2d_fixed_us=per_layer(0.0 if self.dense else fixed_us),
-            h2d_us=h2d_bytes / MB * us_per_mb,
+            h2d_us=h2d_bytes / MB * us_per_mb + np.where(h2d_bytes > 0, layer_us, 0.0),
             attention_us=np.where(on[:, None], self.attention_us(loads.attended_blocks), 0.0),
             gemm_us=per_layer(rest + t.rest_us_per_mb * rest_mb(self.shape, rows)),
             d2h_fixed_us=np.where(d2h_bytes > 0, hardware.d2h_fixed_us, 0.0),

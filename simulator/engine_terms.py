@@ -69,6 +69,7 @@ class EngineTerms:
     step_head_scale: float
     step_us_per_mb: float
     fetch_alone_fixed_us: float
+    fetch_alone_layer_us: float
     fetch_alone_us_per_mb: float
     fetch_beside_fixed_us: float
     fetch_beside_us_per_mb: float
@@ -82,11 +83,11 @@ class EngineTerms:
     def sharing(self) -> LinkSharing:
         return LinkSharing(self.duplex_factor, self.beside_compute_factor, self.compute_beside_copy_factor)
 
-    def fetch(self, *, beside: bool) -> tuple[float, float]:
-        """(fixed microseconds, microseconds a megabyte) of one fetch."""
+    def fetch(self, *, beside: bool) -> tuple[float, float, float]:
+        """Microseconds of a fetch's launch, of a layer that missed something, and of a megabyte."""
         if beside:
-            return self.fetch_beside_fixed_us, self.fetch_beside_us_per_mb
-        return self.fetch_alone_fixed_us, self.fetch_alone_us_per_mb
+            return self.fetch_beside_fixed_us, 0.0, self.fetch_beside_us_per_mb
+        return self.fetch_alone_fixed_us, self.fetch_alone_layer_us, self.fetch_alone_us_per_mb
 
     def matrix(self, n: int, k: int) -> MatrixTimes | None:
         """The times of a matrix of these sizes, None where it was not measured."""

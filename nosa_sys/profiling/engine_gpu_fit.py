@@ -1,7 +1,8 @@
 """Fit the terms of the CUDA engine's step to calibration runs.
 
-Compute is one linear fit over phases and whole steps without copies (engine_gpu_design), fetches are fitted to copies
-alone, and the two factors of copies beside compute to whole steps of the schedules that overlap them.
+Compute is one linear fit over phases and whole steps without copies (engine_gpu_design). Fetches in line are fitted to
+what whole steps take beyond those, the path beside compute to copies alone, and what these two do to one another to
+whole steps of the schedules that overlap them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from nosa_sys.profiling.engine_gpu_design import COLUMNS, observations, values
 from nosa_sys.profiling.engine_gpu_run import GpuRun
 from nosa_sys.profiling.engine_gpu_setting import at_steps
 from nosa_sys.profiling.fits import LinearFit, fit_linear
+from nosa_sys.simulator.engine_cost import MB
 from nosa_sys.simulator.engine_terms import EngineTerms, MatrixTimes
 from nosa_sys.simulator.hardware import HardwareProfile
 from nosa_sys.simulator.schedules import get_schedule
@@ -27,7 +29,12 @@ from nosa_sys.traces.miss_table import LayerStepMisses
 
 _OVERLAPPING = ("split_merge", "two_batch")
 _FIT_STEPS = 6  # of each run, evenly spaced: enough to price the two factors
-_FIT_CALLS = 60
+_FIT_CALLS = 90
+_MOST_FIXED_US = 50.0
+# Fetch launches of a layer under the schedules that wait for them.
+_IN_LINE = {"serial": 2, "fused_kv": 1}
+FETCH_ALONE = ("fetch_alone_fixed_us", "fetch_alone_layer_us", "fetch_alone_us_per_mb")
+_BESIDE = ("beside_compute_factor", "compute_beside_copy_factor", "fetch_beside_fixed_us")
 _LEAST_US = 0.1  # what is left after taking one time off another may be noise
 SHARING = ("duplex_factor", "beside_compute_factor", "compute_beside_copy_factor")
 MIN_SETTINGS = 6
@@ -94,22 +101,51 @@ def calibrate(
     }
     terms = dict(zip(COLUMNS, fits["compute"].per_unit_us, strict=True))
     sources = dict.fromkeys(COLUMNS, "fit compute: phases and steps without copies of all schedules, engine_steps")
-    for path in ("alone", "beside"):
-        pairs = np.array([run.fetch[path] for run in runs if path in run.fetch]).reshape(-1, 2)
-        fit = fit_linear(("mb",), pairs[:, 1:], np.maximum(pairs[:, 0], _LEAST_US))
-        fits[f"fetch_{path}"] = fit
-        found = {f"fetch_{path}_fixed_us": fit.fixed_us, f"fetch_{path}_us_per_mb": fit.per_unit_us[0]}
-        terms, sources = terms | found, sources | dict.fromkeys(found, f"fit fetch_{path}: copies alone, engine_steps")
+    fits["fetch_alone"], fits["fetch_beside"] = _fetch_in_line(runs, shapes), _fetch_beside(runs)
+    found = dict(zip(FETCH_ALONE, fits["fetch_alone"].per_unit_us, strict=True))
+    found["fetch_beside_fixed_us"] = fits["fetch_beside"].fixed_us
+    found["fetch_beside_us_per_mb"] = fits["fetch_beside"].per_unit_us[0]
+    terms |= found
+    sources |= dict.fromkeys(FETCH_ALONE, "fit fetch_alone: serial and fused_kv steps less the same without copies")
+    sources |= dict.fromkeys(("fetch_beside_fixed_us", "fetch_beside_us_per_mb"), "fit fetch_beside: copies alone")
     for name in SHARING:
         terms[name], sources[name] = getattr(base, name), f"of profile {base.name}: {base.sources.get(name, '')}"
     made = EngineTerms(**terms, matrices=tuple(matrices), sources=sources)
     return _with_sharing(made, runs, shapes, base), fits, engine_rows(runs)
 
 
+def _fetch_in_line(runs: Sequence[GpuRun], shapes: Mapping[str, ModelShape]) -> LinearFit:
+    """Launches, layers that miss something and megabytes of fetches that compute waits for, from what whole steps take
+    beyond those without copies; errors count relative to the step."""
+    sizes, times, weights, groups = [], [], [], []
+    for index, run in enumerate(runs):
+        for name, launches in _IN_LINE.items():
+            if run.setting.dense or name not in run.window_us:
+                continue
+            shape, (loads, _) = shapes[run.setting.model_shape], run.warm(name)
+            mb = float(loads.misses.mean()) * shape.kv_block_bytes(run.setting.block_size) / MB
+            us = max(_LEAST_US, (run.step_us(name) - run.compute_us[name]) / shape.n_layers)
+            sizes.append((launches, float((loads.misses > 0).mean()), mb))
+            times.append(us)
+            weights.append(us * shape.n_layers / run.step_us(name))
+            groups.append(index)
+    return fit_linear(
+        FETCH_ALONE, np.array(sizes).reshape(-1, 3), np.array(times), through_zero=True, weights=np.array(weights),
+        groups=np.array(groups),
+    )  # fmt: skip
+
+
+def _fetch_beside(runs: Sequence[GpuRun]) -> LinearFit:
+    """The path beside compute, copies alone."""
+    pairs = np.array([run.fetch["beside"] for run in runs if "beside" in run.fetch]).reshape(-1, 2)
+    return fit_linear(("mb",), pairs[:, 1:], np.maximum(pairs[:, 0], _LEAST_US))
+
+
 def _with_sharing(
     terms: EngineTerms, runs: Sequence[GpuRun], shapes: Mapping[str, ModelShape], base: HardwareProfile
 ) -> EngineTerms:
-    """The two factors of copies beside compute that the overlapping schedules' steps fit best (median of each run)."""
+    """Both factors of copies beside compute, and the fixed part of a fetch there (which waits for another stream), that
+    whole steps of the overlapping schedules fit best."""
     from scipy.optimize import minimize
 
     jobs: dict[tuple[str, int], list[tuple[Workload, float]]] = {}
@@ -122,27 +158,29 @@ def _with_sharing(
             some = np.unique(np.linspace(0, len(loads) - 1, _FIT_STEPS).astype(int))
             work = workload_of(run, shape, at_steps(loads, some), at_steps(first, some))
             jobs.setdefault((name, shape.n_layers), []).append((work, run.step_us(name)))
+    low, high = np.array([terms.duplex_factor, 0.5, 0.0]), np.array([1.0, 1.0, _MOST_FIXED_US])
 
-    def with_factors(factors: np.ndarray) -> EngineTerms:
-        beside = float(np.clip(factors[0], terms.duplex_factor, 1.0))
+    def with_values(values: np.ndarray) -> EngineTerms:
+        beside, compute, fixed_us = map(float, np.clip(values, low, high))
         return dataclasses.replace(
-            terms, beside_compute_factor=beside, compute_beside_copy_factor=float(np.clip(factors[1], 0.5, 1.0))
+            terms, beside_compute_factor=beside, compute_beside_copy_factor=compute, fetch_beside_fixed_us=fixed_us
         )
 
-    def error(factors: np.ndarray) -> float:
-        profile = dataclasses.replace(base, engine=with_factors(factors))
+    def error(values: np.ndarray) -> float:
+        profile = dataclasses.replace(base, engine=with_values(values))
         errors = []
         for (name, _), pairs in jobs.items():
             found = price([(work, profile) for work, _ in pairs], get_schedule(name))
             errors += [p.step_time_p50_us / us - 1.0 for p, (_, us) in zip(found, pairs, strict=True)]
-        outside = np.abs(factors - np.clip(factors, [terms.duplex_factor, 0.5], 1.0)).sum()
+        outside = np.abs(values - np.clip(values, low, high)).sum()
         return float(np.abs(errors).mean() + outside)
 
     if not jobs:
         return terms
-    start = np.array([terms.beside_compute_factor, terms.compute_beside_copy_factor])
-    simplex = np.array([start, [0.99, start[1]], [start[0], 0.85]])
-    best = minimize(error, start, method="Nelder-Mead", options={"maxfev": _FIT_CALLS, "initial_simplex": simplex})
-    names = ("beside_compute_factor", "compute_beside_copy_factor")
+    start = np.clip([getattr(terms, name) for name in _BESIDE], low, high)
+    steps = np.array([0.99 - start[0], 0.85 - start[1], 4.0])
+    simplex = np.array([start, *(start + np.diag(steps))])
+    options = {"maxfev": _FIT_CALLS, "initial_simplex": simplex}
+    best = minimize(error, start, method="Nelder-Mead", options=options)
     text = f"best for whole steps of {' and '.join(_OVERLAPPING)}: mean error {float(best.fun):.2%} in calibration"
-    return dataclasses.replace(with_factors(best.x), sources=terms.sources | dict.fromkeys(names, text))
+    return dataclasses.replace(with_values(best.x), sources=terms.sources | dict.fromkeys(_BESIDE, text))

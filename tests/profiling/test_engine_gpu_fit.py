@@ -49,7 +49,7 @@ TRUE = EngineTerms(
     append_us=3.0, select_fixed_us=22.0, select_us_per_head=0.03, select_us_per_block=0.006, select_us_per_slot=0.02,
     select_us_per_mb=0.31, attention_fixed_us=8.0, dense_attention_fixed_us=11.0, attention_us_per_mb=0.22,
     attention_us_per_small_mb=0.2, merge_fixed_us=4.0, rest_fixed_us=9.0, rest_matrix_scale=1.03, rest_us_per_mb=0.1,
-    step_fixed_us=60.0, step_head_scale=1.02, step_us_per_mb=0.5, fetch_alone_fixed_us=3.0,
+    step_fixed_us=60.0, step_head_scale=1.02, step_us_per_mb=0.5, fetch_alone_fixed_us=4.0, fetch_alone_layer_us=3.0,
     fetch_alone_us_per_mb=19.6, fetch_beside_fixed_us=5.0, fetch_beside_us_per_mb=19.8, duplex_factor=0.66,
     beside_compute_factor=0.97, compute_beside_copy_factor=0.91, matrices=tuple(matrix_times(POINTS)),
 )  # fmt: skip
@@ -105,8 +105,8 @@ def run_of(setting: GpuSetting, profile: HardwareProfile, seed: int, noise: floa
         mb = float(whole.misses.mean()) * shape.kv_block_bytes(setting.block_size) / 1e6
         assert profile.engine is not None
         for path in ("alone", "beside"):
-            fixed_us, us_per_mb = profile.engine.fetch(beside=path == "beside")
-            run.fetch[path] = (about(fixed_us + mb * us_per_mb), mb)
+            fixed_us, layer_us, us_per_mb = profile.engine.fetch(beside=path == "beside")
+            run.fetch[path] = (about(fixed_us + layer_us + mb * us_per_mb), mb)
     return run
 
 

@@ -92,6 +92,13 @@ def test_a_fetch_takes_the_path_of_its_schedule() -> None:
     assert step_us("split_merge", workload(4, 8), given) == pytest.approx(2 * 30 * mb)
 
 
+def test_a_layer_that_misses_waits_once_more_however_many_launches() -> None:
+    given = terms(fetch_alone_layer_us=6, fetch_alone_fixed_us=1)
+    assert step_us("serial", workload(4, 8), given) == pytest.approx(2 * (6 + 2))
+    assert step_us("fused_kv", workload(4, 8), given) == pytest.approx(2 * (6 + 1))
+    assert step_us("fused_kv", workload(4, 0), given) == pytest.approx(2)
+
+
 def test_selection_grows_with_heads_blocks_slots_and_bytes() -> None:
     """4 rows of 6400 tokens: 8 heads, 100 blocks a row, 8 slots; 1600 windows of 2 KV heads x (128 + 1) floats and 4
     query heads x 8 bytes of logits."""
