@@ -27,6 +27,7 @@ def command(
     only: Annotated[str | None, typer.Option("--only", help="Runs to do, by name, comma separated.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Only runs of this seed.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Another number of steps for every run.")] = None,
+    attention: Annotated[str | None, typer.Option("--attention", help="sdpa or flex, for every run.")] = None,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of torch.")] = None,
     stop_after: Annotated[
@@ -45,7 +46,9 @@ def command(
     from nosa_sys.training.recipe import RECIPE_KEYS, parse_train_recipe
 
     data = read_yaml_mapping(recipe, RECIPE_KEYS)
-    runs = _chosen(parse_train_recipe(data if steps is None else {**data, "steps": steps}, str(recipe)), only, seed)
+    changes = {"steps": steps, "attention": attention}
+    data |= {name: value for name, value in changes.items() if value is not None}
+    runs = _chosen(parse_train_recipe(data, str(recipe)), only, seed)
     _check_directories(runs, out_dir, resume=resume, overwrite=overwrite)
     out.stderr().print(runs_table(recipe, runs, texts, device))
     if dry_run:

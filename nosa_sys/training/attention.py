@@ -20,6 +20,7 @@ from nosa_sys.kernels.compressed_keys.reference import window_means
 from nosa_sys.kernels.prefill_attention import prefill_selection
 from nosa_sys.methods import Method
 from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.training.recipe import ATTENTION_NAMES
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int], Tensor]
 
@@ -197,4 +198,4 @@ def flex_mask(member: Tensor, block_size: int) -> Any:
     )
 
 
-ATTENTIONS: dict[str, Attention] = {"sdpa": _sdpa, "flex": _flex}
+ATTENTIONS: dict[str, Attention] = dict(zip(ATTENTION_NAMES, (_sdpa, _flex), strict=True))

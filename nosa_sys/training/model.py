@@ -20,8 +20,8 @@ from nosa_sys.models.low_rank import factor_name, fused_sizes
 from nosa_sys.models.weights import layer_name
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.attention import ATTENTIONS, attend, select
+from nosa_sys.training.recipe import TRAINED
 
-TRAINED = ("head", "all", "low_rank")
 _BASE_PARTS = ("qkv", "o", "gate_up", "down", "attention_norm", "mlp_norm")
 _LOSS_TOKENS = 2048  # logits are made for so many tokens at once: a vocabulary is wide
 

@@ -16,6 +16,8 @@ from nosa_sys.sparse_config import SparseConfig
 
 T = TypeVar("T")
 SCHEDULES = ("cosine", "constant")
+TRAINED = ("head", "all", "low_rank")
+ATTENTION_NAMES = ("sdpa", "flex")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -119,6 +121,10 @@ class TrainSettings:
         get_method(self.method).check(self.sparse)
         if self.head not in HEADS:
             raise ConfigError(f"head={self.head!r} must be one of {', '.join(HEADS)}")
+        if self.attention not in ATTENTION_NAMES:
+            raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION_NAMES)}")
+        if self.trained not in TRAINED:
+            raise ConfigError(f"trained={self.trained!r} must be one of {', '.join(TRAINED)}")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule={self.schedule!r} must be one of {', '.join(SCHEDULES)}")
         check_ranges(self, length=2, batch=1, steps=1, streams=1, held_out_sequences=0, evaluate_every=1, seed=0)

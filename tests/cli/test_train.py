@@ -71,6 +71,7 @@ def test_sessions_add_up_to_one_run(nosa: Nosa, recipe: Path, texts: Path, tmp_p
     [
         (["--only", "nosa"], "no run 'nosa'; known: head, dense"),
         (["--seed", "5"], "the recipe has seeds 0"),
+        (["--attention", "flash"], "attention='flash' must be one of sdpa, flex"),
         (["--texts", "/no/texts"], "no such folder"),
         (["--resume", "--overwrite"], "give only one"),
     ],

@@ -203,6 +203,7 @@ def test_recipes_vary_by_runs_and_seeds() -> None:
         ({"steps": 0}, "steps=0 must be >= 1"),
         ({"clip": 0}, "clip=0"),
         ({"schedule": "linear"}, "must be one of cosine, constant"),
+        ({"trained": "some"}, "trained='some' must be one of head, all"),
         ({"name": "../x"}, "name="),
         ({"method": "nosa", "sparse": {"select_blocks": 0}}, "select_blocks=0 must be >= 1"),
         ({"sparse": {"topc": 3}}, "unknown sparse key"),

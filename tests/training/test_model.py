@@ -9,7 +9,8 @@ from torch import Tensor
 from nosa_sys.engine.prefill import prefill_logits
 from nosa_sys.errors import ConfigError
 from nosa_sys.models.low_rank import FUSED
-from nosa_sys.training.model import TRAINED, TrainableModel
+from nosa_sys.training.model import TrainableModel
+from nosa_sys.training.recipe import TRAINED
 from tests.training.small import SPARSE, tiny, tokens
 
 KINDS = [("nosa", "ed_dma"), ("nosa", "dma"), ("dma", "ed_dma"), ("infllmv2", "none"), ("full", "none")]
