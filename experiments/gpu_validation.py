@@ -39,6 +39,7 @@ from nosa_sys.models.llama import LlamaModel
 from nosa_sys.models.random import random_model
 from nosa_sys.profiling.cpu_profile import time_call
 from nosa_sys.profiling.engine_gpu import (
+    CALIBRATION_LENGTH,
     MATRIX_ROWS,
     calibrated_keys,
     calibration_settings,
@@ -172,7 +173,9 @@ def _measure(
                 elapsed_s = time.perf_counter() - start
                 if elapsed_s < until_s:
                     place = clocks.place()
-                    run = measure_setting(model, setting, recipe.length, arena=arena, runner=runner)
+                    calibrates = kind == "calibration"
+                    length = CALIBRATION_LENGTH if calibrates and runner == "graph" else recipe.length
+                    run = measure_setting(model, setting, length, arena=arena, runner=runner, copies=calibrates)
                     run.clocks = clocks.since(place)
                 getattr(measured, kind).append(run)
                 say(f"{time.perf_counter() - start:5.0f} s  {kind} {line(run)}")

@@ -22,7 +22,7 @@ class ClockLog:
         if not enabled:
             return
         self._file = tempfile.NamedTemporaryFile("w+", suffix=".csv")  # noqa: SIM115  lives as long as the log
-        command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", f"-lms={_PERIOD_MS}"]
+        command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", f"--loop-ms={_PERIOD_MS}"]
         try:
             self._process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.DEVNULL)
         except OSError:

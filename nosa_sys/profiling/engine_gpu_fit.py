@@ -67,8 +67,8 @@ def engine_rows(runs: Sequence[GpuRun]) -> Rows:
     for run in runs:
         row = {**run.setting.key(), "mark_us": run.mark_us}
         row |= {f"layer_{name}_us": us for name, us in run.phase_us.items()}
-        for path, (us, mb) in run.fetch.items():
-            row |= {f"fetch_{path}_us": us, f"fetch_{path}_mb": mb}
+        if run.fetch_us_mb is not None:
+            row |= dict(zip(("fetch_beside_us", "fetch_beside_mb"), run.fetch_us_mb, strict=True))
         for name in run.window_us:
             row |= {f"step_{name}_us": run.step_us(name), f"noise_{name}": run.noise(name)}
             row[f"compute_{name}_us"] = run.compute_us[name]
@@ -137,7 +137,7 @@ def _fetch_in_line(runs: Sequence[GpuRun], shapes: Mapping[str, ModelShape]) -> 
 
 def _fetch_beside(runs: Sequence[GpuRun]) -> LinearFit:
     """The path beside compute, copies alone."""
-    pairs = np.array([run.fetch["beside"] for run in runs if "beside" in run.fetch]).reshape(-1, 2)
+    pairs = np.array([run.fetch_us_mb for run in runs if run.fetch_us_mb is not None]).reshape(-1, 2)
     return fit_linear(("mb",), pairs[:, 1:], np.maximum(pairs[:, 0], _LEAST_US))
 
 

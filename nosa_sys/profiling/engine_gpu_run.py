@@ -30,7 +30,8 @@ from nosa_sys.traces.miss_table import LayerStepMisses
 
 SCHEDULES = ("serial", "fused_kv", "split_merge", "two_batch")
 DENSE_SCHEDULES = ("fused_kv",)
-FETCHES = {"alone": "fused_kv", "beside": "split_merge"}
+# Under this schedule the copies beside compute are timed alone.
+_BESIDE = "split_merge"
 # Clock marks of a layer in a step without copies; each phase holds so many of them.
 _MARKS_A_LAYER = 6
 # Injected steps beyond those of a run: what is launched ahead at its end.
@@ -49,8 +50,9 @@ class Length:
 
     def total(self, n_schedules: int) -> int:
         """Steps of a whole run, those that are launched ahead and thrown away included, and some spare."""
-        segments = n_schedules * (self.windows * (self.steps + self.warmup + 1) + self.part_steps + self.warmup + 1)
-        return 4 + segments + 5 * (self.part_steps + self.warmup + 1)
+        windows = n_schedules * self.windows * (self.steps + self.warmup + 1)
+        parts = (max(1, n_schedules - 1) + 3) * (self.part_steps + self.warmup + 1)
+        return 4 + windows + parts
 
     def within(self, n_steps: int | None, n_schedules: int) -> Length:
         """The longest run of at most this many steps that recorded sets allow (None: as it is). CapacityError where
@@ -64,11 +66,14 @@ class Length:
 
 @dataclass
 class GpuRun:
-    """What one setting showed; microseconds. ``window_us``: schedule -> median step of each window; ``steps``: their
-    step numbers; ``compute_us``: steps without copies; ``phase_us``: select, attention and other of a layer without
-    copies, clock marks taken off; ``fetch``: alone, beside -> (microseconds, megabytes) a layer; ``bytes``: planned and
-    allocated; ``n_misses``: schedule -> blocks that the engine counted in those steps. ``loads`` and ``first_half`` are
-    expected ones of every step. ``failed``: why there is no more."""
+    """What one setting showed; microseconds.
+
+    ``window_us``: schedule -> median step of each window; ``steps``: their step numbers; ``compute_us``: steps without
+    copies; ``phase_us``: select, attention and other of a layer without copies, clock marks taken off;
+    ``fetch_us_mb``: microseconds and megabytes a layer of copies alone on the path beside compute; ``bytes``: planned
+    and allocated; ``n_misses``: schedule -> blocks that the engine counted in those steps. ``loads`` and
+    ``first_half`` are expected ones of every step. ``failed``: why there is no more.
+    """
 
     setting: GpuSetting
     window_us: dict[str, list[float]] = field(default_factory=dict)
@@ -76,7 +81,7 @@ class GpuRun:
     compute_us: dict[str, float] = field(default_factory=dict)
     phase_us: dict[str, float] = field(default_factory=dict)
     mark_us: float = 0.0
-    fetch: dict[str, tuple[float, float]] = field(default_factory=dict)
+    fetch_us_mb: tuple[float, float] | None = None
     bytes: dict[str, int] = field(default_factory=dict)
     n_misses: dict[str, int] = field(default_factory=dict)
     loads: LayerStepMisses | None = None
@@ -103,14 +108,21 @@ class GpuRun:
 
 
 def measure_setting(
-    model: LlamaModel, setting: GpuSetting, length: Length, *, arena: PinnedArena | None, runner: str
+    model: LlamaModel,
+    setting: GpuSetting,
+    length: Length,
+    *,
+    arena: PinnedArena | None,
+    runner: str,
+    copies: bool = True,
 ) -> GpuRun:
-    """Everything about one setting; a run that does not fit or breaks off keeps what it has, and the reason."""
+    """Everything about one setting, copies alone only where asked for; a run that does not fit or breaks off keeps what
+    it has, and the reason."""
     run, start = GpuRun(setting), time.perf_counter()
     if arena is not None:
         arena.reset()
     try:
-        _Bench(model, setting, length, arena, runner, run).measure()
+        _Bench(model, setting, length, arena, runner, run, copies).measure()
     except Exception as error:  # the next setting may run all the same, and a machine is lent for minutes
         run.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     gc.collect()
@@ -131,7 +143,9 @@ class _Bench:
         arena: PinnedArena | None,
         runner: str,
         run: GpuRun,
+        copies: bool,
     ) -> None:
+        self._copies = copies
         self._model, self._setting, self._run, self._runner = model, setting, run, runner
         self._schedules = supports(setting.method)
         self._length = length.within(setting.recorded_steps, len(self._schedules))
@@ -162,7 +176,8 @@ class _Bench:
         if plan is None or plan.batch.size != len(self._contexts):
             raise CapacityError(f"{len(self._contexts)} sequences do not fit at once; lower the batch")
         self._capacity()
-        runners = {name: self._made(name) for name in self._schedules}
+        runners = {name: self._made(name) for name in self._schedules[1:]}
+        runners = {self._schedules[0]: self._engine._runner, **runners}  # the cold step has captured the first
         for _ in range(length.windows):
             for name, runner in runners.items():
                 us, steps, misses = self._segment(runner, length.steps)
@@ -171,16 +186,17 @@ class _Bench:
                 run.n_misses[name] = run.n_misses.get(name, 0) + misses
         runners.clear()
         for name in self._schedules:
-            run.compute_us[name] = self._part(name, skip_fetch=True)[0]
+            # serial and fused_kv differ in their fetches alone
+            same = run.compute_us.get("serial") if name == "fused_kv" else None
+            run.compute_us[name] = self._part(name, skip_fetch=True)[0] if same is None else same
         self._phases()
-        if not self._setting.dense:  # last: copies alone leave the current blocks unwritten
-            for path, name in FETCHES.items():
-                copies_us, steps = self._part(name, fetch_only=True)
-                planning_us, _ = self._part(name, fetch_only=True, skip_fetch=True)
-                assert run.loads is not None
-                blocks = float(run.loads.misses[np.array(steps)].mean())
-                mb = blocks * self._model.shape.kv_block_bytes(self._setting.block_size) / 1e6
-                run.fetch[path] = (max(0.0, copies_us - planning_us) / self._model.n_layers, mb)
+        if self._copies and not self._setting.dense:  # last: copies alone leave the current blocks unwritten
+            copies_us, steps = self._part(_BESIDE, fetch_only=True)
+            planning_us, _ = self._part(_BESIDE, fetch_only=True, skip_fetch=True)
+            assert run.loads is not None
+            blocks = float(run.loads.misses[np.array(steps)].mean())
+            mb = blocks * self._model.shape.kv_block_bytes(self._setting.block_size) / 1e6
+            run.fetch_us_mb = (max(0.0, copies_us - planning_us) / self._model.n_layers, mb)
 
     def _made(self, schedule: str, **options: bool) -> StepRunner:
         engine = self._engine

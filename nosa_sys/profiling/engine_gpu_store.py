@@ -55,7 +55,7 @@ def _plain(run: GpuRun) -> dict[str, Any]:
 def _run(data: dict[str, Any]) -> GpuRun:
     made = dict(data)
     made["setting"] = GpuSetting(**data["setting"])
-    made["fetch"] = {path: tuple(pair) for path, pair in data["fetch"].items()}
+    made["fetch_us_mb"] = None if data["fetch_us_mb"] is None else tuple(data["fetch_us_mb"])
     for name in _LOADS:
         if data[name] is not None:
             made[name] = LayerStepMisses(**{k: np.array(v) for k, v in data[name].items()})

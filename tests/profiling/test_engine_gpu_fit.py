@@ -104,9 +104,8 @@ def run_of(setting: GpuSetting, profile: HardwareProfile, seed: int, noise: floa
     if not setting.dense:
         mb = float(whole.misses.mean()) * shape.kv_block_bytes(setting.block_size) / 1e6
         assert profile.engine is not None
-        for path in ("alone", "beside"):
-            fixed_us, layer_us, us_per_mb = profile.engine.fetch(beside=path == "beside")
-            run.fetch[path] = (about(fixed_us + layer_us + mb * us_per_mb), mb)
+        fixed_us, _, us_per_mb = profile.engine.fetch(beside=True)
+        run.fetch_us_mb = (about(fixed_us + mb * us_per_mb), mb)
     return run
 
 
@@ -191,7 +190,7 @@ def test_runs_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
     save_runs(tmp_path, runs[:1], runs[1:], POINTS)
     calibration, validation, points = load_runs(tmp_path)
     for saved, run in zip([*calibration, *validation], runs, strict=True):
-        assert (saved.setting, saved.window_us, saved.fetch) == (run.setting, run.window_us, run.fetch)
+        assert (saved.setting, saved.window_us, saved.fetch_us_mb) == (run.setting, run.window_us, run.fetch_us_mb)
         for name, values in vars(run.loads).items():
             assert np.array_equal(getattr(saved.loads, name), values)
     assert points == POINTS
