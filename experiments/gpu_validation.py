@@ -154,7 +154,8 @@ def _measure(
     start, limit_s = time.perf_counter(), recipe.max_minutes * 60
     runner = "graph" if device.startswith("cuda") else "kernels"
     arena = _arena(recipe) if runner == "graph" else None
-    n_all, n_before = sum(recipe.settings.values()), 0
+    counts = {name: n + len(calibration_settings(shape_of(name), 0)) * calibrate for name, n in recipe.settings.items()}
+    n_before = 0  # settings up to and with this shape: its share of the time
     for name in recipe.settings:
         shape = shape_of(name)
         own = calibration_settings(shape, recipe.seed) if calibrate else []
@@ -162,8 +163,8 @@ def _measure(
         if len(drawn) < recipe.settings[name]:
             say(f"{name}: only {len(drawn)} of {recipe.settings[name]} settings fit the memory of the recipe")
         drawn += trace_settings(recipe, shape)
-        n_before += recipe.settings[name]
-        share_s = limit_s * n_before / n_all
+        n_before += counts[name]
+        share_s = limit_s * n_before / sum(counts.values())
         model = random_model(shape, recipe.seed, device=device)
         if calibrate:
             measured.points += _matrix_points(shape, model)

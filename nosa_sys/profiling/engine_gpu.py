@@ -32,7 +32,6 @@ CALIBRATION: dict[str, tuple[tuple[str, int, int, int, int, float, float], ...]]
     "nosa-8b": (
         ("nosa", 64, 16, 64, 4096, 1.0, 4),
         ("nosa", 1, 32, 64, 4096, 1.0, 4),
-        ("nosa", 16, 64, 64, 8192, 1.0, 8),
         ("nosa", 96, 8, 64, 2048, 1.5, 2),
         ("nosa", 24, 16, 32, 8192, 1.0, 10),
         ("infllmv2", 24, 32, 128, 4096, 2.0, 4),
