@@ -64,7 +64,7 @@ class DecodeRunner:
         start = time.perf_counter()
         model, memory = self.model, self.memory
         if self.injection is not None:
-            self.injection.check_step(batch.step)
+            self.injection.check_step(batch.step, batch.lanes, batch.positions)
         layout = make_layout(batch, self.cfg, memory.n_kv_heads, memory.n_slots, model.device)
         everything = self._select_all(layout) if batch.all_dense else None
         x = model.embed(torch.tensor(tokens, device=model.device))

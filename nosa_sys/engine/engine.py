@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from nosa_sys.engine.prefill import PrefillRunner
 from nosa_sys.engine.record_level import RECORD_NOTHING, RECORD_SCORES, RECORD_SELECTIONS
 from nosa_sys.engine.recorder import Recorder
 from nosa_sys.engine.runner import NOT_FINITE, StepResult
-from nosa_sys.engine.sampling import Draws, SamplingParams, draw_rows
+from nosa_sys.engine.sampling import SamplingParams, draw_rows
 from nosa_sys.engine.sequence import Sequence as LiveSequence
 from nosa_sys.engine.sequence import SequenceState, TokenEvent, make_request
 from nosa_sys.engine.setup import (
@@ -31,7 +31,7 @@ from nosa_sys.engine.setup import (
     resolve_schedule,
     resolve_slots,
 )
-from nosa_sys.errors import ConfigError, NosaError, NumericsError
+from nosa_sys.errors import CapacityError, ConfigError, NosaError, NumericsError
 from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
@@ -116,7 +116,7 @@ class Engine:
         if host_kv_dtype not in (None, model.shape.dtype):
             raise ConfigError(f"host_kv_dtype={host_kv_dtype!r} must equal the model's dtype {model.shape.dtype!r}")
         if injection is not None:
-            check_injection(injection, self.method, max_batch=max_batch, record_scores=record_scores)
+            check_injection(injection, model, sparse, self.method, max_batch=max_batch, record_scores=record_scores)
         self.max_batch, self.injection = max_batch, injection
         self.memory = Memory(
             model,
@@ -150,7 +150,7 @@ class Engine:
         self._record_scores = record_scores
         self._waiting: deque[LiveSequence] = deque()
         self._running: list[LiveSequence] = []
-        self._in_flight: deque[tuple[StepBatch, list[LiveSequence], Draws | None]] = deque()
+        self._in_flight: deque[tuple[StepBatch, list[LiveSequence]]] = deque()
         self._ready: list[TokenEvent] = []
         self._free_lanes = list(range(max_batch))
         self._next_id = self._next_step = self.longest_tokens = 0
@@ -220,12 +220,11 @@ class Engine:
         self._drain()
         kv = sequence.restored
         if sequence.lane >= 0:
-            kv = self.memory.save(sequence.lane, sequence.pages, sequence.n_cached)
+            kv = self.memory.save(sequence.lane, sequence.pages, sequence.n_prefill)
         return SequenceState(
             request=sequence.request,
             tokens=tuple(sequence.tokens),
             n_generated=sequence.n_generated,
-            generator_state=copy.deepcopy(dict(sequence.generator.bit_generator.state)),
             settings=settings(self),
             kv=kv,
         )
@@ -236,12 +235,11 @@ class Engine:
         ConfigError when the model or the selection settings differ (slots and policy may).
         """
         check_settings(self, state.settings)
-        generator = state.request.sampling.generator()
-        generator.bit_generator.state = copy.deepcopy(state.generator_state)
-        sequence = LiveSequence(
-            self._next_id, state.request, list(state.tokens), generator, state.n_generated, restored=state.kv
+        request = state.request
+        generator, tokens = request.sampling.generator(), list(state.tokens)
+        return self._enqueue(
+            LiveSequence(self._next_id, request, tokens, generator, state.n_generated, restored=state.kv)
         )
-        return self._enqueue(sequence)
 
     # ---- running
     @property
@@ -280,18 +278,26 @@ class Engine:
                 return self._take_ready()
             if n_joined or self._step_end_s is None:
                 self._step_end_s = time.perf_counter()
-        self._torn = True
-        try:
+        with self._undivided():
             if not self._in_flight:
                 self._launch()
             if self._next_is_certain():
-                self._launch()
+                # what cannot be launched yet says so when its turn comes, behind this step's tokens
+                with contextlib.suppress(CapacityError, ConfigError):
+                    self._launch()
             events = self._finish()
+        return [*self._take_ready(), *events]
+
+    @contextlib.contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Work that leaves the engine torn where anything but a NumericsError ends it."""
+        self._torn = True
+        try:
+            yield
         except NumericsError:
             self._torn = False
             raise
         self._torn = False
-        return [*self._take_ready(), *events]
 
     def _take_ready(self) -> list[TokenEvent]:
         """Events of steps that ended outside ``step``."""
@@ -314,36 +320,36 @@ class Engine:
             offload=self.offload,
         )
         draws = draw_rows([s.request.sampling for s in batch], [s.draw for s in batch])
-        try:
-            self._runner.launch(rows, [s.token_at(s.n_cached) for s in batch], draws)
-        except NumericsError:
-            for sequence, uniform in zip(batch, draws.uniform if draws else (), strict=False):
-                sequence.put_back(uniform)
-            raise
+        self._runner.launch(rows, [s.token_at(s.n_cached) for s in batch], draws)
         self._next_step += 1
         for sequence in batch:
             sequence.n_cached += 1
             sequence.cold = False
-        self._in_flight.append((rows, batch, draws))
+        self._in_flight.append((rows, batch))
 
     def _next_is_certain(self) -> bool:
-        """Whether the step after the one in flight can be told already: nobody joins and nobody leaves before it."""
+        """Whether the step after the one in flight can be told already: nobody joins and nobody leaves before it, nor
+        with it, so that a sequence never ends in a step that the caller has not asked for."""
         if not self._runner.looks_ahead or (self._waiting and self._free_lanes):
             return False
-        return not any(s.may_end_next for s in self._running)
+        return not any(s.may_end_soon for s in self._running)
 
     def _drain(self) -> None:
-        """Finish the steps in flight; their events come with the next ``step``."""
+        """Finish the steps in flight; their events come with the next ``step``. Of an engine that was stopped half-way
+        they are dropped: its sequences are where their last tokens left them."""
+        if self._torn:
+            self._in_flight.clear()
         while self._in_flight:
-            self._ready += self._finish()
+            with self._undivided():
+                self._ready += self._finish()
 
     def _finish(self) -> list[TokenEvent]:
         """Collect the oldest step in flight and account for it."""
-        rows, batch, draws = self._in_flight[0]
+        rows, batch = self._in_flight[0]
         result = self._runner.collect()
         self._in_flight.popleft()
         if result.failures:
-            raise self._failed(rows, batch, draws, result)
+            raise self._failed(rows, batch, result)
         return self._account(batch, result.tokens, result.plan, result.logits)
 
     def _account(
@@ -368,24 +374,22 @@ class Engine:
             self._step_end_s = None
         return events
 
-    def _failed(
-        self, rows: StepBatch, batch: list[LiveSequence], draws: Draws | None, result: StepResult
-    ) -> NumericsError:
+    def _failed(self, rows: StepBatch, batch: list[LiveSequence], result: StepResult) -> NumericsError:
         """Account for the rows that are sound, their events coming with the next ``step``, and put the others back to
-        before this step."""
+        before the step at which they failed."""
         steps = [(rows, batch, result)]
-        steps += [(*step[:2], self._runner.collect()) for step in self._in_flight]
+        steps += [(*step, self._runner.collect()) for step in self._in_flight]
         self._in_flight.clear()
-        bad = {batch[row].id for row in result.failures}
-        for _, sequences, found in steps:
-            sound = [row for row, s in enumerate(sequences) if s.id not in bad and row not in found.failures]
+        bad: set[int] = set()
+        for plan_rows, sequences, found in steps:
+            for row in found.failures:
+                if sequences[row].id not in bad:
+                    sequences[row].n_cached, sequences[row].cold = plan_rows.positions[row], plan_rows.cold[row]
+            bad |= {sequences[row].id for row in found.failures}
+            sound = [row for row, s in enumerate(sequences) if s.id not in bad]
             if sound:
                 tokens = [found.tokens[row] for row in sound]
                 self._ready += self._account([sequences[row] for row in sound], tokens, found.plan.subset(sound), None)
-        for row in result.failures:
-            batch[row].n_cached, batch[row].cold = rows.positions[row], rows.cold[row]
-            if draws is not None:
-                batch[row].put_back(draws.uniform[row])
         row, reason = min(result.failures.items())
         if reason == NOT_FINITE:
             reason += "; look for infinite or NaN weights and activations"
@@ -409,6 +413,7 @@ class Engine:
             try:
                 self._start(sequence)
             except BaseException as error:  # an interrupt too: a half-filled lane must never be decoded
+                self.memory.settle()  # no copy of it may arrive in a page that is another's by then
                 self.memory.pool.release(sequence.pages)
                 self._free_lane(sequence)
                 if isinstance(error, NumericsError):

@@ -47,10 +47,16 @@ class Injection:
     def n_steps(self) -> int:
         return self.ids_table.shape[0]
 
-    def check_step(self, step: int) -> None:
-        """ConfigError past the last step."""
+    def check_step(self, step: int, lanes: Sequence[int], positions: Sequence[int]) -> None:
+        """ConfigError past the last step, and where a row is not at the position that its sets were made for."""
         if step >= self.n_steps:
             raise ConfigError(f"step {step} is past the {self.n_steps} injected steps; inject more")
+        for lane, position in zip(lanes, positions, strict=True):
+            if position != self.contexts[lane] - 1 + step:
+                raise ConfigError(
+                    f"row {lane} is at position {position} in step {step}, its injected sets are for position "
+                    f"{self.contexts[lane] - 1 + step}: all sequences must start at once, with so many tokens"
+                )
 
     def fresh_counts(self, first: int, last: int, sparse: SparseConfig) -> tuple[Tensor, Tensor]:
         """Of steps first .. last - 1 (first >= 1): misses with slots = k, and blocks kept from the step before.

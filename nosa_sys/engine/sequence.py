@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenList
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -97,7 +97,6 @@ class SequenceState:
     request: Request
     tokens: tuple[int, ...]
     n_generated: int
-    generator_state: dict[str, Any]
     settings: dict[str, Any]
     kv: SavedKV | None
 
@@ -118,7 +117,7 @@ class Sequence:
     reserved_pages: int = 0
     restored: SavedKV | None = None
     synthetic_seed: int | None = None
-    _unused_draw: float | None = None
+    _n_drawn: int = 0
 
     @property
     def n_prefill(self) -> int:
@@ -143,19 +142,18 @@ class Sequence:
         return forced[self.n_generated] if self.n_generated < len(forced) else -1
 
     @property
-    def may_end_next(self) -> bool:
-        """Whether the next token could be the last one."""
+    def may_end_soon(self) -> bool:
+        """Whether the next token could be the last one, or the one after it is."""
         sampled = self.n_generated >= len(self.request.force_tokens)
-        return self.n_generated + 1 >= self.request.max_new_tokens or (sampled and bool(self.request.eos_ids))
+        return self.n_generated + 2 >= self.request.max_new_tokens or (sampled and bool(self.request.eos_ids))
 
     def draw(self) -> float:
-        """The next uniform number of the sequence's own generator."""
-        value, self._unused_draw = self._unused_draw, None
-        return self.generator.random() if value is None else value
-
-    def put_back(self, value: float) -> None:
-        """Undo a draw whose step failed."""
-        self._unused_draw = value
+        """The uniform number of the step that consumes token ``n_cached``: the n-th new token takes the n-th number of
+        the sequence's own generator, however often its step is tried or the sequence saved and resumed."""
+        index = self.n_cached + 1 - self.request.prompt_tokens
+        cast(np.random.PCG64, self.generator.bit_generator).advance(index - self._n_drawn)
+        self._n_drawn = index + 1
+        return self.generator.random()
 
     def accept(self, sampled: int) -> TokenEvent:
         """Take the next token (a forced one where there is one) and say whether the sequence ends with it."""

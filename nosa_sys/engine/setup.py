@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RUNNERS = ("graph", "kernels", "eager")
 AUTO = "auto"
+_MOST_LANES = 2**16
 _CANDIDATES = ("fused_kv", "split_merge", "two_batch")
 
 
@@ -51,18 +52,35 @@ def check_sizes(*, prefill_chunk: int, max_batch: int, host_memory_bytes: int | 
     for name, value in (("prefill_chunk", prefill_chunk), ("max_batch", max_batch)):
         if value < 1:
             raise ConfigError(f"{name}={value} must be >= 1")
+    if max_batch > _MOST_LANES:
+        raise ConfigError(f"max_batch={max_batch} exceeds the limit of {_MOST_LANES} sequences at once; lower it")
     if host_memory_bytes is not None and host_memory_bytes < 1:
         raise ConfigError(f"host_memory_bytes={host_memory_bytes} must be >= 1; leave it out for no limit")
 
 
-def check_injection(injection: Injection, method: Method, *, max_batch: int, record_scores: bool) -> None:
-    """ConfigError where injected selections do not go with the method, the batch, or recorded scores."""
+def check_injection(
+    injection: Injection,
+    model: LlamaModel,
+    sparse: SparseConfig,
+    method: Method,
+    *,
+    max_batch: int,
+    record_scores: bool,
+) -> None:
+    """ConfigError where injected selections do not go with the model, the budget, the method, the batch, or recorded
+    scores."""
     if method.dense:
         raise ConfigError(f"method {method.name} attends to everything; leave the injection out")
     if record_scores or max_batch != len(injection.contexts):
         raise ConfigError(
             f"injected selections are for a batch of {len(injection.contexts)} without scores; "
             f"max_batch={max_batch}, record_scores={record_scores} do not go with them"
+        )
+    found = tuple(injection.ids_table.shape[1:])
+    needed = (model.n_layers, max_batch, model.shape.n_kv_heads, sparse.topk)
+    if found != needed:
+        raise ConfigError(
+            f"injected sets of {found} (layers, batch, KV heads, k) do not fit this engine's {needed}; make them anew"
         )
 
 
@@ -118,6 +136,17 @@ def resolve_guesses(
     return guesses
 
 
+def _check_guesses(injection: Injection, width: int) -> None:
+    """ConfigError unless the injection has guesses for schedule prefetch, ``width`` blocks a head with the set."""
+    table = injection.guess_table
+    if table is None or table.shape[-1] != width:
+        found = "none" if table is None else f"sets of {table.shape[-1]} blocks"
+        raise ConfigError(
+            f"schedule prefetch needs injected guesses, sets of topk + n_prefetch = {width} blocks; the injection has "
+            f"{found}: make them with injected_guesses, or take another schedule"
+        )
+
+
 def make_runner(
     name: str,
     model: LlamaModel,
@@ -137,6 +166,8 @@ def make_runner(
     """The runner that ``name`` (see `resolve_runner`) asks for. ConfigError for what it cannot do."""
     n_spare = memory.n_slots - memory.cfg.topk
     guesses = resolve_guesses(n_prefetch, schedule, name, policy, n_spare=n_spare, offload=memory.offload)
+    if guesses and injection is not None:
+        _check_guesses(injection, memory.cfg.topk + guesses)
     if name == "eager":
         asked = {"timed": timed, "skip_fetch": skip_fetch, "fetch_only": fetch_only}
         if refused := [option for option, given in asked.items() if given]:

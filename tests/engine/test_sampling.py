@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nosa_sys.engine.engine import Engine
-from nosa_sys.engine.sampling import SamplingParams, sample
+from nosa_sys.engine.sampling import SamplingParams, draw_rows, sample
 from nosa_sys.engine.sequence import TokenEvent
 from nosa_sys.errors import ConfigError
 from tests.engine.helpers import SMALL, random_tokens, tiny_model
@@ -38,7 +38,7 @@ def plain_draw(logits: list[float], temperature: float, top_p: float, uniform: f
 def test_draws_equal_a_plain_loop(seed: int, temperature: float, top_p: float, rows: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 2, (rows, 30))
     params = [SamplingParams(temperature, top_p, seed + r) for r in range(rows)]
-    drawn = sample(torch.tensor(logits), params, [p.generator() for p in params])
+    drawn = sample(torch.tensor(logits), draw_rows(params, [p.generator().random for p in params]))
     uniforms = [np.random.Generator(np.random.PCG64(seed + r)).random() for r in range(rows)]
     expected = [plain_draw(list(logits[r]), temperature, top_p, uniforms[r]) for r in range(rows)]
     assert drawn == expected
@@ -52,7 +52,7 @@ def run_one(engine: Engine, *request) -> list[int]:
 def test_frequencies_follow_the_softmax() -> None:
     params = SamplingParams(temperature=1.0, seed=3)
     generator, logits = params.generator(), torch.tensor([[0.0, 1.0, 2.0]])
-    counts = np.bincount([sample(logits, [params], [generator])[0] for _ in range(4000)], minlength=3)
+    counts = np.bincount([sample(logits, draw_rows([params], [generator.random]))[0] for _ in range(4000)], minlength=3)
     expected = np.exp([0.0, 1.0, 2.0]) / np.exp([0.0, 1.0, 2.0]).sum()
     np.testing.assert_allclose(counts / 4000, expected, atol=0.03)
 
@@ -128,4 +128,4 @@ def test_bad_requests_are_named(arguments: tuple, named: str) -> None:
 def test_a_tiny_temperature_picks_the_best_token(temperature: float) -> None:
     params = SamplingParams(temperature=temperature)
     logits = torch.tensor([[-1e300, 3e300, 2e300, -5e-300]], dtype=torch.float64)
-    assert sample(logits, [params], [params.generator()]) == [1]
+    assert sample(logits, draw_rows([params], [params.generator().random])) == [1]

@@ -22,15 +22,18 @@ class ScheduleChooser:
         self._queue: list[str] = []
         self._left = 0
         self._size = 0
+        self._open = False  # a trial whose times are not all told yet
         self.chosen = self._names[0]
 
     def next(self, n_rows: int) -> str:
-        """The schedule of the next step of a batch of ``n_rows``: another batch size starts another trial."""
+        """The schedule of the next step of a batch of ``n_rows``: another batch size starts another trial. Steps may
+        be asked for before the ones before them are told of."""
         if len(self._names) == 1:
             return self.chosen
-        if n_rows != self._size or (not self._queue and self._left == 0):
-            self._size, self._times = n_rows, {}
+        if n_rows != self._size or self._left <= 0:
+            self._size, self._times, self._open = n_rows, {}, True
             self._queue = [name for name in self._names for _ in range(_TRIAL_STEPS)]
+            self._left = _STEPS_BETWEEN_TRIALS
         if self._queue:
             return self._queue.pop(0)
         self._left -= 1
@@ -38,16 +41,12 @@ class ScheduleChooser:
 
     def tell(self, name: str, n_rows: int, time_us: float) -> None:
         """A step of ``n_rows`` took so long."""
-        if n_rows != self._size or len(self._names) == 1:
+        if n_rows != self._size or not self._open:
             return
         self._times.setdefault(name, []).append(time_us)
-        if (
-            not self._queue
-            and self._left <= 0
-            and all(len(self._times.get(n, ())) >= _TRIAL_STEPS for n in self._names)
-        ):
+        if all(len(self._times.get(n, ())) >= _TRIAL_STEPS for n in self._names):
             self.chosen = min(self._names, key=lambda n: _median(self._times[n][1:]))
-            self._left = _STEPS_BETWEEN_TRIALS
+            self._open = False
 
 
 def _median(values: Sequence[float]) -> float:

@@ -118,7 +118,7 @@ class GraphRunner:
     def launch(self, batch: StepBatch, tokens: list[int], draws: Draws | None) -> None:
         """Stage and start a step; nothing waits for the device unless a graph has to be captured."""
         if self._injection is not None:
-            self._injection.check_step(batch.step)
+            self._injection.check_step(batch.step, batch.lanes, batch.positions)
         schedule = self._chooser.next(batch.size)
         replay = self._replay_of(schedule, batch, draws is not None)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._model.device.type == "cuda" else None
@@ -136,7 +136,7 @@ class GraphRunner:
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight and read its results."""
-        result = self._in_flight.popleft()
+        result = self._in_flight[0]
         if result.done is not None:
             result.done.synchronize()
         if result.begun is not None and result.ended is not None:
@@ -148,6 +148,7 @@ class GraphRunner:
         failures = {} if self._measures_only else _failures(arrays, lanes, result.outputs.logits.shape[0])
         tokens = arrays["packed"][lanes].tolist()
         logits = result.outputs.logits[lanes].clone() if self._inspect else None
+        self._in_flight.popleft()  # last: an interrupted wait must not lose a step
         return StepResult(tokens, plan, logits, failures)
 
     # ---- graphs
