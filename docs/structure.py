@@ -13,7 +13,7 @@ FOLDERS = {
     "nosa_sys/models": "Llama with the eviction head, and everything that loads one.",
     "nosa_sys/profiling": "Measures a device and writes profile bundles for the simulator.",
     "nosa_sys/report": "The HTML report.",
-    "nosa_sys/training": "Trains eviction heads and weights, and evaluates what the engine decodes with them. Needs torch.",
+    "nosa_sys/training": "Trains eviction heads and weights, evaluates what the engine decodes with them. Needs torch.",
     "kernels": "One folder an operation: the reference in torch is the definition, fast versions stand beside it.",
     "simulator": "Predicts step times from misses and a hardware profile. Loads no torch.",
     "traces": "The trace schema, writer, reader, check, replay and statistics. Loads no torch.",
