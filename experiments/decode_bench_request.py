@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 
 from nosa_sys.engine.injection import Injection, Misses, synthetic_injection, trace_injection
+from nosa_sys.engine.setup import resolve_runner, resolve_slots
 from nosa_sys.errors import ConfigError
 from nosa_sys.experiments.decode_bench import facts, measure
 from nosa_sys.experiments.decode_bench_rates import Rates
@@ -21,7 +22,7 @@ from nosa_sys.experiments.peers import PeerCache, peer_row, transformers_model
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.models.llama import LlamaModel
-from nosa_sys.models.load import load_model
+from nosa_sys.models.load import check_device, load_model
 from nosa_sys.models.random import random_model
 from nosa_sys.models.tokenizer import Tokenizer
 from nosa_sys.outputs import partial_path
@@ -57,9 +58,33 @@ class BenchRequest:
     seed: int
 
 
+def bench_slots(
+    slots: int | None,
+    sparse: SparseConfig,
+    method: str,
+    *,
+    offload: bool | None,
+    runner: str | None,
+    device: str | None,
+) -> int | None:
+    """The slots that the engine will have, None where nothing is offloaded. ConfigError for a device, method or runner
+    that is not there and for slots without offloading, CapacityError for fewer than k."""
+    device = device or _default_device()
+    check_device(device)
+    kind = torch.device(device).type
+    name = resolve_runner(runner, kind) if runner or kind == "cuda" else "kernels"
+    offloads = not get_method(method).dense and offload is not False
+    found = resolve_slots(slots, sparse, offload=offloads, runner=name)
+    return found if offloads else None
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def run_request(request: BenchRequest) -> dict[str, Any]:
     """Measure, and the peer after it: {status, facts, rows}. NosaError for what the user can mend."""
-    device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = request.device or _default_device()
     get_method(request.method).check(request.sparse)
     model, tokenizer = _model(request, device)
     cell = _cell(request, model, tokenizer)

@@ -91,7 +91,9 @@ def command(
         str | None, typer.Option("--dtype", help="Default: the model's own; bfloat16 for a shape.")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="Default: cuda where there is one.")] = None,
-    arena_gib: Annotated[float, typer.Option("--arena-gib", min=0, help="Pin this much host memory once.")] = 0.0,
+    arena_gib: Annotated[
+        float, typer.Option("--arena-gib", min=0, max=2**20, help="Pin this much host memory once.")
+    ] = 0.0,
     parts: Annotated[bool, typer.Option("--parts/--no-parts", help="Further runs that split the step.")] = True,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")] = 0,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the rows as .json or .parquet.")] = None,
@@ -122,15 +124,17 @@ def command(
     sparse = resolve_budgets(budgets, settings, base, origin)
     if trace is not None and sparse != base:
         raise ConfigError("--trace fixes the budgets, whose sets it holds; leave budget options out")
-    from nosa_sys.experiments.decode_bench_request import BenchRequest, run_request
+    from nosa_sys.experiments.decode_bench_request import BenchRequest, bench_slots, run_request
 
+    method = cache.method or "nosa"
+    given = None if cache.slots is None else slots_of(cache.slots, sparse.topk)
     request = BenchRequest(
         sparse=sparse,
         model=model,
         model_shape=model_shape,
-        method=cache.method or "nosa",
+        method=method,
         schedule=schedule,
-        slots=None if cache.slots is None else slots_of(cache.slots, sparse.topk),
+        slots=bench_slots(given, sparse, method, offload=offload, runner=runner, device=device),
         policy=cache.policy,
         batch=batch,
         context=context,

@@ -118,14 +118,21 @@ def _check_arguments(dtype: str, device: str, head: str, adapter: str | Path | N
         raise ConfigError(f"head={head!r} must be one of {', '.join(HEADS)}")
     if adapter is not None and convert_dense:
         raise ConfigError(f"adapter {adapter} and convert_dense both give an eviction head; leave one of them out")
+    check_device(device)
+
+
+def check_device(device: str) -> None:
+    """ConfigError unless ``device`` is the CPU or a GPU that torch sees."""
     try:
-        kind = torch.device(device).type
+        place = torch.device(device)
     except RuntimeError:
         raise ConfigError(f"device={device!r} is no torch device; use cpu or cuda") from None
-    if kind not in ("cpu", "cuda"):
+    if place.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r} must be cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r} asks for a GPU, but this torch sees none; use device cpu")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={device!r}: torch sees {torch.cuda.device_count()} GPUs, numbered from 0")
 
 
 def _open_source(name_or_path: str | Path) -> _Source:

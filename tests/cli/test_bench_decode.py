@@ -70,6 +70,10 @@ def test_a_peer_runs_by_the_same_command(nosa: Nosa, checkpoint: Path) -> None:
         (["--model-shape", "nosa-1b", "--peer", "hf"], "--peer 'hf'"),
         (["--model-shape", "nosa-1b", "--out", "rows.csv"], "must end in .json or .parquet"),
         (["--model-shape", "nosa-9b"], "unknown model shape"),
+        (["--model-shape", "nosa-1b", "--device", "npx"], "device='npx' is no torch device"),
+        (["--model-shape", "nosa-1b", "--device", "cpu", "--slots", "3"], "slots=3 cannot hold the 64 blocks"),
+        (["--model-shape", "nosa-1b", "--device", "cpu", "--method", "full", "--slots", "80"], "leave slots out"),
+        (["--model-shape", "nosa-1b", "--arena-gib", "inf"], "--arena-gib"),
     ],
 )
 def test_wrong_requests_are_one_line(nosa: Nosa, arguments: list[str], message: str) -> None:

@@ -10,6 +10,7 @@ from nosa_sys.engine.injection import synthetic_injection
 from nosa_sys.errors import ConfigError
 from nosa_sys.experiments.decode_bench import measure, places, segment_figures, split_transfer
 from nosa_sys.experiments.decode_bench_rates import Rates, step_bytes
+from nosa_sys.experiments.decode_bench_request import bench_slots
 from nosa_sys.experiments.decode_bench_run import (
     DecodeCell,
     Segment,
@@ -42,6 +43,25 @@ def injected(method: str, segment: Segment, misses: float, batch: int = 3) -> De
     return DecodeCell(TINY.sparse, method, slots=TINY.sparse.topk, runner="kernels", injection=injection)
 
 
+# ---- settings
+def test_slots_are_those_that_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with graphs 1.25 k, elsewhere k; none where all KV stays on the device."""
+    for runner, method, offload, expected in (
+        (None, "nosa", None, TINY.sparse.topk),
+        ("eager", "nosa", True, TINY.sparse.topk),
+        (None, "full", None, None),
+        (None, "nosa", False, None),
+    ):
+        assert bench_slots(None, TINY.sparse, method, offload=offload, runner=runner, device="cpu") == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    k = SparseConfig().topk
+    for runner, expected in ((None, 80), ("graph", 80), ("kernels", k), ("eager", k)):
+        assert bench_slots(None, SparseConfig(), "nosa", offload=None, runner=runner, device="cuda") == expected
+    with pytest.raises(ConfigError, match="sees 1 GPUs"):
+        bench_slots(None, SparseConfig(), "nosa", offload=None, runner=None, device="cuda:1")
+
+
 # ---- arithmetic
 def test_case_26_rates_of_ten_steps_of_ten_ms() -> None:
     """Steps end every 10 ms after a cold step of 250 ms, batch 4: 100 tok/s each, 400 together."""
@@ -54,7 +74,7 @@ def test_case_26_rates_of_ten_steps_of_ten_ms() -> None:
         n_filled=[0] * 14,
         phase_us=[{}] * 14,
         cold_ms=250.0,
-        summary={"sequences": [], "prefill_s": 0.0},
+        summary={"sequences": [], "prefill_s": 0.0, "schedule_in_use": "fused_kv"},
     )
     row = segment_figures(bench(Rates(1000.0, 50.0)), cell, log, first=4, n=10)
     assert row["tokens_per_s_per_sequence"] == pytest.approx(100)
