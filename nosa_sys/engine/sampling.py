@@ -92,5 +92,5 @@ def _sample_nucleus(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform:
     mass = torch.where(inside, probabilities, 0.0).sum(dim=-1, keepdim=True)
     target = uniform[:, None] * mass
     rank = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
-    rank = torch.minimum(rank, inside.sum(dim=-1, keepdim=True) - 1)
+    rank = torch.minimum(rank, inside.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # NaN logits have no nucleus
     return order.gather(-1, rank)[:, 0]

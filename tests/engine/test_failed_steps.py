@@ -111,10 +111,11 @@ def test_an_engine_stopped_half_way_through_a_step_refuses_to_go_on(monkeypatch:
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_without_an_order_are_refused(value: float, temperature: float) -> None:
+@pytest.mark.parametrize("runner", ["eager", "kernels"])
+def test_logits_without_an_order_are_refused(value: float, temperature: float, runner: str) -> None:
     model = tiny_model(5)
     model.final_norm = torch.full_like(model.final_norm, value)
-    engine = Engine(model, SMALL)
+    engine = Engine(model, SMALL, runner=runner)
     engine.add([1, 2], 5, sampling=SamplingParams(temperature=temperature))
     with pytest.raises(NumericsError, match="sequence 0 at position 1"):
         engine.step()

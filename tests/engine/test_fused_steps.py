@@ -102,6 +102,22 @@ def test_guesses_are_counted_apart_from_misses() -> None:
     assert plain.last_plan.prefetch_loads is None
 
 
+def test_each_half_of_a_timed_batch_shows_its_own_copies() -> None:
+    """Three lanes: the first half is lane 0 alone."""
+    engine = Engine(tiny_model(3), SMALL, runner="kernels", schedule="two_batch", timed=True, max_batch=3)
+    for seed in range(3):
+        engine.add(random_tokens(150 + 40 * seed, seed), 40)
+    uneven = 0
+    while not engine.idle:
+        engine.step()
+        misses = engine.last_plan.n_misses.sum(axis=2)
+        copies = [span for span in engine._runner.last_spans if span[1] == "copy"]
+        halves = [misses[:, :1].sum(axis=1), misses[:, 1:].sum(axis=1)]
+        assert [span[5] for span in copies] == (np.concatenate(halves) * engine.memory.block_bytes).tolist()
+        uneven += int((misses[:, 1] > 0).any())
+    assert uneven > 5
+
+
 def test_a_nan_score_names_layer_head_and_sequence_and_the_others_go_on() -> None:
     model = tiny_model(7)
     alone = Engine(model, SMALL)

@@ -51,7 +51,7 @@ class StepProgram:
         self._spec, self._schedule, self._inputs, self._streams = spec, schedule, inputs, streams
         n_parts = min(schedule.n_parts, spec.n_lanes)
         self._marks = Marks(n_parts, spec.model.n_layers, spec.model.device, spec.options.timed)
-        borders = [spec.n_lanes * i // n_parts for i in range(n_parts + 1)]
+        borders = part_borders(spec.n_lanes, n_parts)
         self._parts = [LanePart(spec, i, borders[i], borders[i + 1], self._marks) for i in range(n_parts)]
 
     @torch.inference_mode()
@@ -96,6 +96,15 @@ class StepProgram:
         if parts[0].selections and parts[0].keeps_scores:
             found["new_beta_means"] = self._by_lane([part.new_beta_means() for part in parts])
         return found
+
+
+def part_borders(n_lanes: int, n_parts: int) -> list[int]:
+    """First lane of each part, and the number of lanes behind the last.
+
+    >>> part_borders(5, 2)
+    [0, 2, 5]
+    """
+    return [n_lanes * i // n_parts for i in range(n_parts + 1)]
 
 
 def best_of(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from nosa_sys.engine.cuda.auto import ScheduleChooser
 from nosa_sys.engine.cuda.inputs import StepInputs
 from nosa_sys.engine.cuda.marks import phases, spans
-from nosa_sys.engine.cuda.program import StepOutputs, StepProgram
+from nosa_sys.engine.cuda.program import StepOutputs, StepProgram, part_borders
 from nosa_sys.engine.cuda.results import StepResults
 from nosa_sys.engine.cuda.schedules import StepSchedule
 from nosa_sys.engine.cuda.spec import StepOptions, StepSpec
@@ -240,7 +240,7 @@ class GraphRunner:
         if "clock" in arrays:
             phase_us = phases(arrays["clock"])
             block_bytes = self._memory.block_bytes
-            parts = np.array_split(misses.sum(axis=2), len(arrays["clock"]), axis=1)
+            parts = np.split(misses.sum(axis=2), part_borders(n_lanes, len(arrays["clock"]))[1:-1], axis=1)
             self.last_spans = spans(arrays["clock"], np.stack([p.sum(axis=1) for p in parts]) * block_bytes)
         return StepPlan(
             batch=batch,
