@@ -163,6 +163,7 @@ class GraphRunner:
                 self._graphs.pop(next(iter(self._graphs)))
             program = self._program(*key)
             self._graphs[key] = self._capture_step(program) if self._capture else program.run
+        self._graphs[key] = self._graphs.pop(key)  # the one used longest ago is the first to go
         return self._graphs[key]
 
     def _n_lanes(self, batch: StepBatch) -> int:
