@@ -1,7 +1,7 @@
 """How far selections of two engines differ in a short type, and whether every difference is a near tie.
 
-``python -m nosa_sys.experiments.tie_check --out FILE`` decodes the same forced tokens in bf16 on a GPU (fused steps) and
-on a CPU (eager), and compares the sets of every row. A block that one side alone selects by its score should lie
+``python -m nosa_sys.experiments.tie_check --out FILE`` decodes the same forced tokens in bf16 on a GPU (fused steps)
+and on a CPU (eager), and compares the sets of every row. A block that one side alone selects by its score should lie
 close to the score of the last block selected: the gap is given relative to that score, beside bf16's spacing of 2^-8.
 """
 
