@@ -176,6 +176,11 @@ def make_runner(
         return EagerRunner(
             DecodeRunner(model, memory, policy, get_schedule(schedule), record_scores=scores, injection=injection)
         )
+    if record == RECORD_SCORES and memory.method.dense:
+        raise ConfigError(
+            f"record_scores: method {memory.method.name} selects nothing, so runner {name!r} scores nothing; use "
+            "runner='eager', or record without scores"
+        )
     from nosa_sys.engine.cuda.fetch_choice import fetch_paths
     from nosa_sys.engine.cuda.runner import GraphRunner
     from nosa_sys.engine.cuda.spec import StepOptions

@@ -160,6 +160,7 @@ def test_refusals() -> None:
         ({"runner": "kernels", "schedule": "later"}, "unknown schedule"),
         ({"runner": "kernels", "fetch_only": True}, "injected"),
         ({"timed": True}, "eager runner has no timed"),
+        ({"runner": "kernels", "method": "full", "record_scores": True}, "use runner='eager'"),
         ({"offload": False, "slots": 9}, "leave slots out"),
     ):
         with pytest.raises(ConfigError, match=message):
