@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 from pathlib import Path
@@ -46,9 +47,10 @@ def command(
     from nosa_sys.training.recipe import RECIPE_KEYS, parse_train_recipe
 
     data = read_yaml_mapping(recipe, RECIPE_KEYS)
-    changes = {"steps": steps, "attention": attention}
-    data |= {name: value for name, value in changes.items() if value is not None}
+    changes: dict[str, Any] = {"steps": steps, "attention": attention}
+    changes = {name: value for name, value in changes.items() if value is not None}
     runs = _chosen(parse_train_recipe(data, str(recipe)), only, seed)
+    runs = [dataclasses.replace(run, **changes) for run in runs]  # a run's own key does not hide the flag
     _check_directories(runs, out_dir, resume=resume, overwrite=overwrite)
     out.stderr().print(runs_table(recipe, runs, texts, device))
     if dry_run:

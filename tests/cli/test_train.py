@@ -92,6 +92,26 @@ def test_overwrite_replaces_runs_alone(nosa: Nosa, recipe: Path, texts: Path, tm
     assert "not of a training run" in done.err
 
 
+def test_case_28_flags_win_over_every_run_and_defaults_over_none(
+    nosa: Nosa, checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    """The file's values where no flag is given, also where one run has its own; the flag's in every run."""
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        f"model: {checkpoint}\nsparse: {SPARSE}\nlength: 128\nsteps: 3\nattention: flex\nname: x\n"
+        "runs:\n  - {name: a}\n  - {name: b, steps: 7, attention: sdpa}\n"
+    )
+
+    def planned(*flags: object) -> list[tuple[int, str]]:
+        done = nosa("train", path, "--texts", texts, "--out", tmp_path / "out", "--dry-run", "--json", *flags)
+        assert done.status == 0, done.err
+        return [(run["steps"], run["attention"]) for run in done.document["runs"]]
+
+    assert planned() == [(3, "flex"), (7, "sdpa")]
+    assert planned("--steps", 5) == [(5, "flex"), (5, "sdpa")]
+    assert planned("--attention", "sdpa") == [(3, "sdpa"), (7, "sdpa")]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("train-*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(nosa: Nosa, path: Path, texts: Path, tmp_path: Path) -> None:
     done = nosa("train", path, "--texts", texts, "--out", tmp_path / "out", "--dry-run", "--json")

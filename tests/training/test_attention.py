@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -100,6 +101,23 @@ def test_gradients_equal_those_of_the_reference() -> None:
         grads.append([x.grad for x in (q, k, v, beta)])
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["nosa", "infllmv2", "dma"])
+def test_case_22_picks_beyond_the_query_are_minus_one(method: str) -> None:
+    """With k larger than what a query can see: all that exists, ascending, and -1 behind it."""
+    cfg = dataclasses.replace(CFG, topk=8)
+    q, k, _, beta = inputs()
+    ids = select(q, k, beta, cfg, get_method(method))
+    assert ids is not None
+    for t in range(TOKENS):
+        current = t // cfg.block_size
+        for head in ids[t].tolist():
+            picks = head[: head.index(-1)] if -1 in head else head
+            assert set(head[len(picks) :]) <= {-1}
+            assert len(picks) == min(cfg.topk, current + 1)
+            assert picks == sorted(set(picks))
+            assert picks[-1] == current
 
 
 def test_selection_lets_no_gradient_through() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from nosa_sys.engine.prefill import prefill_logits
 from nosa_sys.errors import ConfigError
 from nosa_sys.models.low_rank import FUSED
+from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.model import TrainableModel
 from nosa_sys.training.recipe import TRAINED
 from tests.training.small import SPARSE, tiny, tokens
@@ -26,6 +27,32 @@ def test_logits_equal_the_engines_prefill(method: str, head: str, attention: str
     with torch.no_grad():
         got = trainable.logits(ids)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+@pytest.mark.parametrize("n_tokens", [2, 31, 32, 40, 47, 48])
+def test_case_21_contexts_with_no_one_or_two_windows(n_tokens: int, attention: str) -> None:
+    """Windows of 32 every 16, k of two blocks: positions without a window are there, and the engine's logits."""
+    cfg = SparseConfig(block_size=16, topk=2, init_blocks=0, window_size=16, select_blocks=1)
+    model, ids = tiny("float64"), tokens(n_tokens)
+    expected = prefill_logits(model, ids.tolist(), cfg, chunk=20).logits
+    with torch.no_grad():
+        got = TrainableModel(model, cfg, trained="all", attention=attention).logits(ids)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("first_changed", [1, 70, 96, 149])
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+@pytest.mark.parametrize("method", ["nosa", "infllmv2", "dma", "full"])
+def test_case_22_later_tokens_change_no_earlier_output(method: str, attention: str, first_changed: int) -> None:
+    """Bit for bit, over block edges and where selections are sparse."""
+    model = TrainableModel(tiny("float64"), SPARSE, method=method, trained="all", attention=attention)
+    ids, other = tokens(150), tokens(150)
+    other[first_changed:] = (other[first_changed:] + 1 + tokens(150 - first_changed, 5) % 62) % 64
+    with torch.no_grad():
+        before, after = model.logits(ids), model.logits(other)
+    assert torch.equal(before[:first_changed], after[:first_changed])
+    assert not torch.equal(before[first_changed:], after[first_changed:])
 
 
 def test_the_methods_differ() -> None:
