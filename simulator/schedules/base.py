@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from nosa_sys.simulator import pipeline, recurrence
 from nosa_sys.simulator.cost_model import CostModel
-from nosa_sys.simulator.program import D2H, Program, Transfer
+from nosa_sys.simulator.program import ATTENTION, D2H, GEMM, H2D, HOST, SELECT, Program, Transfer
 from nosa_sys.simulator.step_times import StepCosts, StepTimes
 from nosa_sys.simulator.workload import Workload
 
@@ -47,8 +47,37 @@ class Schedule(ABC):
         return StepTimes.concatenate(chunks)
 
 
-def post_write_back(program: Program, costs: StepCosts, layer: int) -> Transfer:
-    """Blocks that the step's token fills, device to host."""
-    return program.post(
+class LayerByLayer(Schedule):
+    """One batch, its layers in order: host, select, fetch, attention, rest. Variants say how fetch and attention go."""
+
+    def program(self, costs: StepCosts) -> Program:
+        program = Program(len(costs), costs.sharing)
+        program.run(HOST, -1, costs.step_host_us)
+        for layer in range(costs.n_layers):
+            select_layer(program, costs, layer)
+            self.attend(program, costs, layer, self.fetch(program, costs, layer))
+            program.run(GEMM, layer, costs.gemm_us[:, layer])
+        program.run(GEMM, -1, costs.tail_us, name="output head")
+        return program
+
+    def fetch(self, program: Program, costs: StepCosts, layer: int) -> Transfer:
+        """Post the layer's misses; returns the last transfer of them."""
+        return post_fetch(program, costs, layer)
+
+    def attend(self, program: Program, costs: StepCosts, layer: int, arrived: Transfer) -> None:
+        """Attention, behind the transfer that it needs."""
+        program.run(ATTENTION, layer, costs.attention_us[:, layer], after=arrived)
+
+
+def select_layer(program: Program, costs: StepCosts, layer: int, label: str = "") -> None:
+    """Host time and selection of a layer, and behind them the write-back of blocks that the step's token fills."""
+    program.run(HOST, layer, costs.host_us[:, layer], name=f"{HOST} {label}".strip())
+    program.run(SELECT, layer, costs.select_us[:, layer], name=f"{SELECT} {label}".strip())
+    program.post(
         D2H, layer, costs.d2h_fixed_us[:, layer], costs.d2h_us[:, layer], costs.d2h_bytes[:, layer], "write-back"
     )
+
+
+def post_fetch(program: Program, costs: StepCosts, layer: int) -> Transfer:
+    """The layer's misses in one launch."""
+    return program.post(H2D, layer, costs.h2d_fixed_us[:, layer], costs.h2d_us[:, layer], costs.h2d_bytes[:, layer])

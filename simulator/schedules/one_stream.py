@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from nosa_sys.simulator.program import ATTENTION, GEMM, H2D, HOST, SELECT, Program, Transfer
-from nosa_sys.simulator.schedules.base import Schedule, post_write_back
+from nosa_sys.simulator.program import H2D, Program, Transfer
+from nosa_sys.simulator.schedules.base import LayerByLayer
 from nosa_sys.simulator.step_times import StepCosts
 
 
-class OneStream(Schedule):
-    """Fetches run in the GPU stream's order, one after another with its kernels."""
-
-    def program(self, costs: StepCosts) -> Program:
-        program = Program(len(costs), costs.sharing)
-        program.run(HOST, -1, costs.step_host_us)
-        for layer in range(costs.n_layers):
-            program.run(HOST, layer, costs.host_us[:, layer])
-            program.run(SELECT, layer, costs.select_us[:, layer])
-            post_write_back(program, costs, layer)
-            arrived = self.fetch(program, costs, layer)
-            program.run(ATTENTION, layer, costs.attention_us[:, layer], after=arrived)
-            program.run(GEMM, layer, costs.gemm_us[:, layer])
-        program.run(GEMM, -1, costs.tail_us, name="output head")
-        return program
-
-    def fetch(self, program: Program, costs: StepCosts, layer: int) -> Transfer:
-        """Post the layer's misses; returns the last transfer of them."""
-        return post_fetch(program, costs, layer)
-
-
-class FusedKv(OneStream):
+class FusedKv(LayerByLayer):
     """K and V of a block are one run of bytes and move in one launch."""
 
     name = "fused_kv"
@@ -39,7 +18,7 @@ class FusedKv(OneStream):
     )
 
 
-class Serial(OneStream):
+class Serial(LayerByLayer):
     """The reference's order."""
 
     name = "serial"
@@ -54,8 +33,3 @@ class Serial(OneStream):
         key_bytes = costs.h2d_bytes[:, layer] // 2
         program.post(H2D, layer, fixed, half, key_bytes, "copy K")
         return program.post(H2D, layer, fixed, half, costs.h2d_bytes[:, layer] - key_bytes, "copy V")
-
-
-def post_fetch(program: Program, costs: StepCosts, layer: int) -> Transfer:
-    """The layer's misses in one launch."""
-    return program.post(H2D, layer, costs.h2d_fixed_us[:, layer], costs.h2d_us[:, layer], costs.h2d_bytes[:, layer])

@@ -10,9 +10,8 @@ from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.methods import get_method
 from nosa_sys.simulator.cost_model import CostModel
 from nosa_sys.simulator.invariants import SimulatorFault
-from nosa_sys.simulator.program import ATTENTION, GEMM, H2D, HOST, SELECT, Program
-from nosa_sys.simulator.schedules.base import Schedule, post_write_back
-from nosa_sys.simulator.schedules.one_stream import post_fetch
+from nosa_sys.simulator.program import H2D, Program, Transfer
+from nosa_sys.simulator.schedules.base import LayerByLayer
 from nosa_sys.simulator.step_times import StepCosts
 from nosa_sys.simulator.workload import Workload
 
@@ -20,7 +19,7 @@ DEFAULT_HIT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Prefetch(Schedule):
+class Prefetch(LayerByLayer):
     """``n_blocks`` guessed a head, layer and step (None: every slot beyond k); ``hit_share`` of them are then missed.
 
     The share is an assumption, not a measurement: no trace says how good a guess would be.
@@ -81,21 +80,11 @@ class Prefetch(Schedule):
             model.step_costs(demand, beside=self.fetches_beside), speculation=model.speculation(blocks, covered)
         )
 
-    def program(self, costs: StepCosts) -> Program:
+    def attend(self, program: Program, costs: StepCosts, layer: int, arrived: Transfer) -> None:
         guess = costs.speculation
         if guess is None:
             raise SimulatorFault("prefetch needs the costs of guessed blocks")
-        program = Program(len(costs), costs.sharing)
-        program.run(HOST, -1, costs.step_host_us)
-        for layer in range(costs.n_layers):
-            program.run(HOST, layer, costs.host_us[:, layer])
-            program.run(SELECT, layer, costs.select_us[:, layer])
-            post_write_back(program, costs, layer)
-            arrived = post_fetch(program, costs, layer)
-            program.run(ATTENTION, layer, costs.attention_us[:, layer], after=arrived)
-            program.post(
-                H2D, layer, guess.fixed_us[:, layer], guess.bytes_us[:, layer], guess.n_bytes[:, layer], "prefetch"
-            )
-            program.run(GEMM, layer, costs.gemm_us[:, layer])
-        program.run(GEMM, -1, costs.tail_us, name="output head")
-        return program
+        super().attend(program, costs, layer, arrived)
+        program.post(
+            H2D, layer, guess.fixed_us[:, layer], guess.bytes_us[:, layer], guess.n_bytes[:, layer], "prefetch"
+        )

@@ -6,14 +6,13 @@ import dataclasses
 
 from nosa_sys.simulator.cost_model import CostModel
 from nosa_sys.simulator.invariants import SimulatorFault
-from nosa_sys.simulator.program import ATTENTION, GEMM, HOST, SELECT, Program
-from nosa_sys.simulator.schedules.base import Schedule, post_write_back
-from nosa_sys.simulator.schedules.one_stream import post_fetch
+from nosa_sys.simulator.program import ATTENTION, Program, Transfer
+from nosa_sys.simulator.schedules.base import LayerByLayer
 from nosa_sys.simulator.step_times import StepCosts
 from nosa_sys.simulator.workload import Workload
 
 
-class SplitMerge(Schedule):
+class SplitMerge(LayerByLayer):
     """Two attention launches a layer; softmax makes the merge exact."""
 
     name = "split_merge"
@@ -28,19 +27,9 @@ class SplitMerge(Schedule):
         costs = super().costs(model, workload)
         return dataclasses.replace(costs, attention_split=model.attention_split(workload.loads))
 
-    def program(self, costs: StepCosts) -> Program:
+    def attend(self, program: Program, costs: StepCosts, layer: int, arrived: Transfer) -> None:
         split = costs.attention_split
         if split is None:
             raise SimulatorFault("split_merge needs the attention costs of hits and of misses")
-        program = Program(len(costs), costs.sharing)
-        program.run(HOST, -1, costs.step_host_us)
-        for layer in range(costs.n_layers):
-            program.run(HOST, layer, costs.host_us[:, layer])
-            program.run(SELECT, layer, costs.select_us[:, layer])
-            post_write_back(program, costs, layer)
-            arrived = post_fetch(program, costs, layer)
-            program.run(ATTENTION, layer, split.hit_us[:, layer], name="attention over hits")
-            program.run(ATTENTION, layer, split.miss_us[:, layer], after=arrived, name="attention over misses")
-            program.run(GEMM, layer, costs.gemm_us[:, layer])
-        program.run(GEMM, -1, costs.tail_us, name="output head")
-        return program
+        program.run(ATTENTION, layer, split.hit_us[:, layer], name="attention over hits")
+        program.run(ATTENTION, layer, split.miss_us[:, layer], after=arrived, name="attention over misses")

@@ -8,9 +8,8 @@ import numpy as np
 
 from nosa_sys.simulator.cost_model import CostModel
 from nosa_sys.simulator.invariants import SimulatorFault, require
-from nosa_sys.simulator.program import ATTENTION, GEMM, HOST, SELECT, Program, Transfer
-from nosa_sys.simulator.schedules.base import Schedule, post_write_back
-from nosa_sys.simulator.schedules.one_stream import post_fetch
+from nosa_sys.simulator.program import ATTENTION, GEMM, HOST, Program, Transfer
+from nosa_sys.simulator.schedules.base import Schedule, post_fetch, select_layer
 from nosa_sys.simulator.step_times import StepCosts
 from nosa_sys.simulator.workload import Workload, second_half
 
@@ -61,7 +60,5 @@ class TwoBatch(Schedule):
 
 
 def _select(program: Program, half: StepCosts, layer: int, label: str) -> Transfer:
-    program.run(HOST, layer, half.host_us[:, layer], name=f"host {label}")
-    program.run(SELECT, layer, half.select_us[:, layer], name=f"select {label}")
-    post_write_back(program, half, layer)
+    select_layer(program, half, layer, label)
     return post_fetch(program, half, layer)
