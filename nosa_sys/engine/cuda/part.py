@@ -29,6 +29,7 @@ from nosa_sys.engine.cuda.spec import FetchPath, StepSpec
 from nosa_sys.engine.record_level import RECORD_SCORES
 from nosa_sys.errors import NosaError
 from nosa_sys.kernels.block_fetch import fetch_blocks, write_back
+from nosa_sys.kernels.block_fetch.reference import Part
 from nosa_sys.kernels.block_selection import StepSelection, score_and_select
 from nosa_sys.kernels.eviction_head import append_token
 from nosa_sys.kernels.eviction_head.append_reference import CurrentBlocks, HeadShape, TokenContext
@@ -147,22 +148,34 @@ class LanePart:
 
     def fetch(self, layer: int, path: FetchPath, *, halves: bool = False) -> None:
         """Missed blocks: host pool -> slots; ``halves``: keys in one launch, values in another."""
-        options = self.spec.options
-        if not self.offload or options.skip_fetch:
+        if not self.offload or self.spec.options.skip_fetch:
             return
         self.marks.set(self.index, layer, FETCH_START)
-        for half in ("k", "v") if halves else ("kv",):
-            fetch_blocks(
-                self.memory.pool.layers[layer],
-                self.slots(layer)[0],
-                self.loads.host_rows,
-                self.loads.slot_rows,
-                self.counts[layer : layer + 1],
-                n_ctas=path.n_ctas,
-                path="uva" if halves else path.path,
-                part=half,
-            )
+        loads = self.loads_of(self.loads, self.counts, layer)
+        if halves:
+            self.bring(layer, loads, FetchPath("uva", path.n_ctas), "k")
+            self.bring(layer, loads, FetchPath("uva", path.n_ctas), "v")
+        else:
+            self.bring(layer, loads, path)
         self.marks.set(self.index, layer, FETCH_END)
+
+    def bring(self, layer: int, loads: LoadList, path: FetchPath, half: Part = "kv") -> None:
+        """Blocks of a list, or one half of each: host pool -> slots."""
+        fetch_blocks(
+            self.memory.pool.layers[layer],
+            self.slots(layer)[0],
+            loads.host_rows,
+            loads.slot_rows,
+            loads.count,
+            n_ctas=path.n_ctas,
+            path=path.path,
+            part=half,
+        )
+
+    @staticmethod
+    def loads_of(loads: LoadList, counts: Tensor, layer: int) -> LoadList:
+        """A layer's list: the rows serve every layer, the count is its own."""
+        return dataclasses.replace(loads, count=counts[layer : layer + 1])
 
     def write_back(self, layer: int) -> None:
         """Blocks that this token filled: slots -> host pool; they stay resident."""
@@ -195,7 +208,7 @@ class LanePart:
             )
         else:
             found = self._attend_slots(layer, entries)
-        if entries != "hits":
+        if entries == "all":
             self.marks.set(self.index, layer, ATTEND_END)
         return found
 
@@ -264,7 +277,7 @@ class LanePart:
     def _plan(self, layer: int, ids: Tensor, pooled_betas: Tensor | None, token: TokenRows | None = None) -> None:
         """Slots of the wanted blocks; misses go to the layer's load list, the token into its block."""
         split = self.cfg.topk if self.spec.splits_attention else None
-        loads = dataclasses.replace(self.loads, count=self.counts[layer : layer + 1])
+        loads = self.loads_of(self.loads, self.counts, layer)
         self.plans.append(self.plan_into(layer, ids, pooled_betas, loads, split=split, token=token))
 
     def plan_into(

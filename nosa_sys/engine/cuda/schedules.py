@@ -17,7 +17,6 @@ from nosa_sys.engine.cuda.part import LanePart, given, load_list
 from nosa_sys.engine.cuda.spec import StepOptions
 from nosa_sys.engine.cuda.streams import Mark, Streams
 from nosa_sys.errors import ConfigError
-from nosa_sys.kernels.block_fetch import fetch_blocks
 from nosa_sys.kernels.block_selection import select_pooled
 from nosa_sys.kernels.set_difference import SlotPlan
 
@@ -149,41 +148,29 @@ class Guesses:
     """Speculation of one part: the blocks that a budget of ``n`` more query-aware picks would have selected."""
 
     def __init__(self, part: LanePart, n: int) -> None:
-        self._part, self._n = part, n
-        cfg = part.cfg
+        self._part, cfg = part, part.cfg
         self._cfg = dataclasses.replace(cfg, topk=cfg.topk + n, select_blocks=cfg.select_blocks + n)
         self.counts = torch.zeros_like(part.counts)
         self._list = load_list(part.n_rows * part.n_heads * self._cfg.topk, part.counts.device)
         self.plans: list[SlotPlan] = []
         self._kept: list[Tensor] = []
-        self.counts.zero_()
+        injection = part.spec.injection
+        self._injected = None if injection is None else part.of_this_step(given(injection.guess_table))
 
     def bring(self, layer: int) -> None:
         """Plan and fetch the guesses of a layer, for its next step."""
-        part = self._part
-        ids = self._ids(layer)
+        part, ids = self._part, self._ids(layer)
         self._kept.append(ids)
-        loads = dataclasses.replace(self._list, count=self.counts[layer : layer + 1])
+        loads = part.loads_of(self._list, self.counts, layer)
         self.plans.append(part.plan_into(layer, ids, None, loads, speculative=True))
-        options = part.spec.options
-        if not options.skip_fetch:
-            fetch_blocks(
-                part.memory.pool.layers[layer],
-                part.slots(layer)[0],
-                loads.host_rows,
-                loads.slot_rows,
-                loads.count,
-                n_ctas=options.beside.n_ctas,
-                path=options.beside.path,
-            )
+        if not part.spec.options.skip_fetch:
+            part.bring(layer, loads, part.spec.options.beside)
 
     def _ids(self, layer: int) -> Tensor:
         """Selected blocks and guesses, int32 [row, kv_head, k + n]."""
-        part = self._part
-        if part.spec.injection is not None:
-            if not self._kept:
-                self._injected = part.of_this_step(given(part.spec.injection.guess_table))
+        if self._injected is not None:
             return self._injected[layer]
+        part = self._part
         selection = part.selections[layer]
         scores, betas = given(selection.pooled_scores), given(selection.pooled_betas)
         lengths = part.geometry.lengths
