@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -125,10 +126,16 @@ def cells(sparse: SparseConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_model(
-    name: str, model: LlamaModel, sparse: SparseConfig, requests: list, expected: dict[str, Any]
+    name: str,
+    model: LlamaModel,
+    sparse: SparseConfig,
+    requests: list,
+    expected: dict[str, Any],
+    share: tuple[int, int] = (0, 1),
 ) -> list[dict[str, Any]]:
+    """A row a cell; of share (i, n) every n-th cell from the i-th."""
     rows = []
-    for cell, options in cells(sparse):
+    for cell, options in itertools.islice(cells(sparse), share[0], None, share[1]):
         start = time.perf_counter()
         try:
             found = decode(model, sparse, requests, **options)
@@ -155,7 +162,7 @@ def reference(path: Path) -> None:
         print(method, found["summary"]["tokens_per_s"], flush=True)
 
 
-def small_checks() -> list[dict[str, Any]]:
+def small_checks(share: tuple[int, int]) -> list[dict[str, Any]]:
     requests = small_requests()
     cpu = random_model(SMALL_SHAPE, 11)
     expected = {}
@@ -163,7 +170,7 @@ def small_checks() -> list[dict[str, Any]]:
         expected[method] = decode(cpu, SMALL, requests, method=method, inspect=True)
     gpu = random_model(SMALL_SHAPE, 11, device="cuda")
     move_weights(cpu, gpu)
-    return check_model("small random, fp32", gpu, SMALL, requests, expected)
+    return check_model("small random, fp32", gpu, SMALL, requests, expected, share)
 
 
 def move_weights(source: LlamaModel, target: LlamaModel) -> None:
@@ -175,7 +182,7 @@ def move_weights(source: LlamaModel, target: LlamaModel) -> None:
             getattr(mine, name).copy_(tensor)
 
 
-def smollm2_checks(path: Path) -> list[dict[str, Any]]:
+def smollm2_checks(path: Path, share: tuple[int, int]) -> list[dict[str, Any]]:
     from nosa_sys.models.load import load_model
 
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -186,7 +193,7 @@ def smollm2_checks(path: Path) -> list[dict[str, Any]]:
         }
     requests = [(prompt, new) for prompt, (_, new) in zip(document["prompts"], SMOLLM2_REQUESTS, strict=True)]
     model = load_model("smollm2-135m", dtype="float32", device="cuda").model
-    return check_model("smollm2-135m, fp32", model, SMOLLM2, requests, expected)
+    return check_model("smollm2-135m, fp32", model, SMOLLM2, requests, expected, share)
 
 
 def main() -> None:
@@ -195,14 +202,18 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--reference", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--share", default="0/1", help="I/N: every N-th cell from the I-th, for processes side by side")
     arguments = parser.parse_args()
     if arguments.what == "reference":
         reference(arguments.file)
         return
     torch.backends.cuda.matmul.allow_tf32 = False
-    rows = smollm2_checks(arguments.reference) if arguments.reference else small_checks()
+    first, _, of = arguments.share.partition("/")
+    share = int(first), int(of)
+    rows = smollm2_checks(arguments.reference, share) if arguments.reference else small_checks(share)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = "engine_check_smollm2.json" if arguments.reference else "engine_check_small.json"
+    name = "engine_check_smollm2" if arguments.reference else "engine_check_small"
+    name += f"-{share[0]}-of-{share[1]}.json" if share[1] > 1 else ".json"
     (arguments.out / name).write_text(json.dumps(rows, indent=1), encoding="utf-8")
     bad = [r["cell"] for r in rows if "error" in r or r["tokens_equal"] < r["tokens"]]
     print(f"{len(rows) - len(bad)} of {len(rows)} cells equal; not equal: {bad}")
