@@ -89,6 +89,14 @@ class EngineTerms:
             return self.fetch_beside_fixed_us, 0.0, self.fetch_beside_us_per_mb
         return self.fetch_alone_fixed_us, self.fetch_alone_layer_us, self.fetch_alone_us_per_mb
 
+    def with_fetch_scaled(self, factor: float) -> EngineTerms:
+        """The same engine where a fetched megabyte takes ``factor`` times as long: another link, launches unchanged."""
+        return dataclasses.replace(
+            self,
+            fetch_alone_us_per_mb=self.fetch_alone_us_per_mb * factor,
+            fetch_beside_us_per_mb=self.fetch_beside_us_per_mb * factor,
+        )
+
     def matrix(self, n: int, k: int) -> MatrixTimes | None:
         """The times of a matrix of these sizes, None where it was not measured."""
         return next((m for m in self.matrices if (m.n, m.k) == (n, k)), None)

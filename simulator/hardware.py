@@ -96,7 +96,10 @@ class HardwareProfile:
             return self
         value = check_gbps(h2d_gbps)
         sources = {**self.sources, "h2d_gbps": "given by the caller"}
-        return dataclasses.replace(self, h2d_gbps=value, status="projected", sources=sources)
+        engine = self.engine
+        if engine is not None and self.h2d_gbps is not None:  # its fetches were timed at the profile's own bandwidth
+            engine = engine.with_fetch_scaled(self.h2d_gbps / value)
+        return dataclasses.replace(self, h2d_gbps=value, status="projected", sources=sources, engine=engine)
 
 
 def check_gbps(value: Any) -> float:

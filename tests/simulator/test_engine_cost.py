@@ -92,6 +92,17 @@ def test_a_fetch_takes_the_path_of_its_schedule() -> None:
     assert step_us("split_merge", workload(4, 8), given) == pytest.approx(2 * 30 * mb)
 
 
+@pytest.mark.parametrize("schedule", ["fused_kv", "split_merge"])
+def test_another_link_moves_the_engines_fetches_too(schedule: str) -> None:
+    """Half the bandwidth: every megabyte takes twice as long on both paths, launches what they took."""
+    profile = load_hardware("h200")
+    assert profile.h2d_gbps is not None
+    given = terms(fetch_alone_us_per_mb=20, fetch_beside_us_per_mb=20, fetch_alone_fixed_us=3, fetch_beside_fixed_us=3)
+    slow = dataclasses.replace(profile, engine=given).with_h2d_gbps(profile.h2d_gbps / 2)
+    found = price([(workload(4, 8), slow)], get_schedule(schedule))[0].step_time_us
+    assert found == pytest.approx(2 * (3 + 2 * 20 * 8 * BLOCK_BYTES / 1e6))
+
+
 def test_a_layer_that_misses_waits_once_more_however_many_launches() -> None:
     given = terms(fetch_alone_layer_us=6, fetch_alone_fixed_us=1)
     assert step_us("serial", workload(4, 8), given) == pytest.approx(2 * (6 + 2))
