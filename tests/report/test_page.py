@@ -13,8 +13,9 @@ import pytest
 
 from nosa_sys.errors import TraceError
 from nosa_sys.report.headline import headline_numbers
+from nosa_sys.report.html import html_id
 from nosa_sys.report.inputs import load_inputs
-from nosa_sys.report.page import build_page, html_id
+from nosa_sys.report.page import build_page
 from nosa_sys.report.replay_figures import replay_figures
 from nosa_sys.report.sweep_figures import pareto_front, sweep_figures
 from nosa_sys.report.trace_figures import gamma_grid, trace_figures
