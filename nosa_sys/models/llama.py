@@ -113,9 +113,13 @@ class LlamaModel:
 
     def rope(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate q [T, Hq, D] and k [T, Hkv, D] to their absolute positions [T] (tokens from the start, 0-based)."""
-        angles = positions.to(self.device, self.acc_dtype)[:, None, None] * self.rope_frequencies
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = self.rotation(positions)
         return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [T, 1, D/2] of every position's angles, in the accumulation type: the same in all layers."""
+        angles = positions.to(self.device, self.acc_dtype)[:, None, None] * self.rope_frequencies
+        return angles.cos(), angles.sin()
 
     def attention_output(self, layer: int, x: Tensor, attention: Tensor) -> Tensor:
         """Finish a layer: x [T, hidden] and attention [T, Hq, D] -> [T, hidden] (o_proj, MLP, both residuals)."""

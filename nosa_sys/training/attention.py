@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.compressed_keys.reference import window_means
-from nosa_sys.kernels.prefill_attention import prefill_selection
+from nosa_sys.kernels.prefill_attention import queue_selection
 from nosa_sys.methods import Method
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.recipe import ATTENTION_NAMES
@@ -29,19 +29,28 @@ _BETA_PARTS = 3  # bfloat16 keeps 8 bits: three of them hold a float32
 _TILE = 128  # tokens a side of FlexAttention's mask tiles
 
 
-@torch.no_grad()
-def select(q: Tensor, k: Tensor, beta: Tensor, cfg: SparseConfig, method: Method) -> Tensor | None:
-    """Blocks of every query of one sequence, as the engine's prefill selects them; None for a dense method.
+class Selected(NamedTuple):
+    """Blocks of every query of one sequence: block_ids int32 [tokens, kv_head, k] ascending, -1 padded. ``errors``
+    int32 [last queries, kv_head] is for ``raise_selection_errors``; None where nothing is left to check."""
 
-    q [tokens, q_head, head_dim] and k [tokens, kv_head, head_dim] roped, beta [tokens, kv_head]. Returns int32
-    [tokens, kv_head, k] ascending, -1 padded. Raises NumericsError for NaN scores.
+    block_ids: Tensor
+    errors: Tensor | None
+
+
+@torch.no_grad()
+def select(q: Tensor, k: Tensor, beta: Tensor, cfg: SparseConfig, method: Method) -> Selected | None:
+    """Selection of one sequence, as the engine's prefill selects; None for a dense method. Does not wait for a GPU.
+
+    q [tokens, q_head, head_dim] and k [tokens, kv_head, head_dim] roped, beta [tokens, kv_head]. Raises NumericsError
+    for NaN scores on a CPU; on a GPU they are reported in ``errors``.
     """
     if method.dense:
         return None
     with torch.autocast(q.device.type, enabled=False):
         key_means = window_means(k, cfg.kernel_size, cfg.kernel_stride).transpose(0, 1).contiguous()
         beta_means = window_means(beta, cfg.kernel_size, cfg.kernel_stride).T.contiguous()
-        return prefill_selection(q.contiguous(), key_means, beta_means, 0, cfg, method).block_ids
+        selection, errors = queue_selection(q.contiguous(), key_means, beta_means, 0, cfg, method)
+        return Selected(selection.block_ids, errors)
 
 
 def membership(block_ids: Tensor, n_blocks: int) -> Tensor:
@@ -90,6 +99,15 @@ def beta_channels(beta: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     return F.pad(torch.stack(parts, -1), (0, _ALIGNED_CHANNELS - len(parts)))
 
 
+def _with_beta(queries: Tensor, keys: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Grouped queries and keys, with beta as more key channels where there is one."""
+    if beta is None:
+        return queries, keys
+    channels = beta_channels(beta, keys.shape[-1], queries.dtype)
+    keys = torch.cat([keys, channels.transpose(0, 1).unsqueeze(1)], dim=-1)
+    return F.pad(queries, (0, _ALIGNED_CHANNELS), value=1.0), keys
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, block_ids: Tensor | None, block_size: int) -> Tensor:
     """beta as one more key channel (query channel 1, key channel beta * sqrt(D)) over torch's SDPA, with a boolean
     mask of the selected blocks: any ordinary attention kernel then has the exact gradients. The mask takes
@@ -104,12 +122,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, block_ids: Tenso
             member = membership(block_ids, -(-n_tokens // block_size))
             mask = member.repeat_interleave(block_size, dim=2)[..., :n_tokens] & causal
         mask = mask.unsqueeze(1)
-    if beta is not None:
-        channels = beta_channels(beta, head_dim, q.dtype)
-        keys = torch.cat([keys, channels.transpose(0, 1).unsqueeze(1)], dim=-1)
-        queries = F.pad(queries, (0, _ALIGNED_CHANNELS), value=1.0)
-        if q.device.type == "cpu":  # its fused kernel wants values as wide as keys
-            values = F.pad(values, (0, _ALIGNED_CHANNELS))
+    queries, keys = _with_beta(queries, keys, beta)
+    if beta is not None and q.device.type == "cpu":  # its fused kernel wants values as wide as keys
+        values = F.pad(values, (0, _ALIGNED_CHANNELS))
     group = queries.shape[1]
     out = F.scaled_dot_product_attention(
         queries,
@@ -123,28 +138,27 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, block_ids: Tenso
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, block_ids: Tensor | None, block_size: int) -> Tensor:
-    """torch's FlexAttention: tiles that no query of theirs selected are skipped, and beta is added to the scores in
-    fp32. Compiled on CUDA; on a CPU it runs uncompiled and without gradient."""
+    """torch's FlexAttention: tiles that no query of theirs selected are skipped; beta comes as key channels, since the
+    gradient of a captured bias is added up token by token in atomics. Plain causal attention is torch's own. Compiled
+    on CUDA; on a CPU it runs uncompiled and without gradient."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    if block_ids is None and beta is None:
+        return _sdpa(q, k, v, beta, block_ids, block_size)
     n_tokens, n_kv_heads = q.shape[0], k.shape[1]
     if block_ids is None:
         every = torch.arange(-(-n_tokens // block_size), dtype=torch.int32, device=q.device)
         current = torch.arange(n_tokens, device=q.device)[:, None, None] // block_size
         block_ids = torch.where(every <= current, every, -1).expand(-1, n_kv_heads, -1)
-    bias = None if beta is None else beta.T.contiguous()
-
-    def add_beta(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + bias[row, key]  # type: ignore[index]
-
     run: Any = _compiled_flex() if q.is_cuda else flex_attention
     queries, keys, values = _grouped(q, k, v)
+    queries, keys = _with_beta(queries, keys, beta)
     out = run(
         queries.contiguous(),
         keys.contiguous(),
         values.contiguous(),
-        score_mod=None if bias is None else add_beta,
         block_mask=flex_mask(membership(block_ids, -(-n_tokens // block_size)), block_size),
+        scale=1.0 / math.sqrt(q.shape[2]),
         enable_gqa=True,
     )
     return _ungrouped(out)

@@ -88,7 +88,8 @@ def restore(saved: Saved, parameters: dict[str, Tensor], optimizer: torch.optim.
         size = tuple(parameter.shape)
         parameter.copy_(tensors.take(f"parameter.{name}", size))
         moments = {moment: tensors.take(f"{moment}.{name}", size).to(parameter.device) for moment in _MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(float(saved.step)), **moments}
+        step = torch.tensor(float(saved.step), device=parameter.device if optimizer.defaults["fused"] else "cpu")
+        optimizer.state[parameter] = {"step": step, **moments}
 
 
 def check_same(saved: Saved, key: str, mine: dict[str, Any]) -> None:

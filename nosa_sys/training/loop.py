@@ -59,6 +59,7 @@ class Trainer:
         self.settings, self.directory = settings, directory
         self.loaded = loaded or open_base(settings, device)
         base = self.loaded.model
+        self._on_gpu = base.device.type == "cuda"
         if settings.trained == "low_rank":
             check_rank(base.shape, settings.rank)
         self.model = TrainableModel(
@@ -68,6 +69,7 @@ class Trainer:
             trained=settings.trained,
             rank=settings.rank,
             attention=settings.attention,
+            recompute=not self._on_gpu if settings.recompute is None else settings.recompute,
             seed=settings.seed,
         )
         if self.model.has_head and settings.fresh_head:
@@ -84,7 +86,7 @@ class Trainer:
             )
             if group
         ]
-        self._optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2))
+        self._optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), fused=self._on_gpu)
         self.step = 0
         directory.mkdir(parents=True, exist_ok=True)
         self._texts = {"sha256": _digest(self.training), "held_out_sha256": _digest(self.held_out)}
@@ -133,7 +135,7 @@ class Trainer:
         """Train to the last step, or until ``stop_after_s`` seconds have passed; returns the summary, whose
         ``finished`` tells which. A run that was stopped has a checkpoint of its last step."""
         settings, start_s = self.settings, time.monotonic()
-        if self.model.base.device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.base.device)
         with (self.directory / LOSS_LOG).open("a", encoding="utf-8") as log:
             while self.step < settings.steps:
@@ -160,18 +162,22 @@ class Trainer:
                 loss = self.model.loss(self._tensor(self._data))
             (loss / settings.batch).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        loss_value = float(torch.stack(losses).mean())
-        if not math.isfinite(loss_value):
-            raise NumericsError(f"the loss of step {self.step + 1} is {loss_value}; lower the learning rates")
-        row = {"step": self.step + 1, "loss": loss_value}
+        figures = {"loss": torch.stack(losses).mean()}
         for name, group in (("head", self.model.head_parameters), ("weights", self.model.weight_parameters)):
             if group:
-                row[f"{name}_gradient_norm"] = float(torch.nn.utils.clip_grad_norm_(group.values(), settings.clip))
+                norm = torch.nn.utils.clip_grad_norm_(group.values(), settings.clip)
+                figures[f"{name}_gradient_norm"] = norm
         for group in self._optimizer.param_groups:
             group["lr"] = group["full_lr"] * share
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        # a GPU is waited for here, once a step; a run that fails leaves its last checkpoint as it was
+        values = torch.stack([figure.double() for figure in figures.values()]).tolist()
+        self.model.check_selections()
+        row = {"step": self.step, **dict(zip(figures, values, strict=True))}
+        if not math.isfinite(row["loss"]):
+            raise NumericsError(f"the loss of step {self.step} is {row['loss']}; lower the learning rates")
         time_s = time.perf_counter() - start_s
         tokens = settings.batch * settings.length
         return {**row, "lr_share": share, "tokens": self.step * tokens, "tokens_per_s": tokens / time_s}
@@ -192,8 +198,9 @@ class Trainer:
         losses = []
         for _ in range(self.settings.held_out_sequences):
             with self._precision():
-                losses.append(float(self.model.loss(self._tensor(data))))
-        return sum(losses) / len(losses)
+                losses.append(self.model.loss(self._tensor(data)))
+        self.model.check_selections()
+        return float(torch.stack(losses).mean())
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""

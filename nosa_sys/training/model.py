@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nosa_sys.errors import ConfigError
+from nosa_sys.kernels.block_selection import raise_selection_errors
 from nosa_sys.kernels.eviction_head.reference import split_qkv_and_beta
 from nosa_sys.methods import get_method
 from nosa_sys.models.eviction_head_weights import fresh_head
 from nosa_sys.models.llama import LlamaLayer, LlamaModel
 from nosa_sys.models.low_rank import factor_name, fused_sizes
+from nosa_sys.models.rope import rotate
 from nosa_sys.models.weights import layer_name
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.attention import ATTENTIONS, attend, select
@@ -32,7 +35,8 @@ class TrainableModel:
     ``trained``: head (the base is frozen), all, or low_rank (b @ a of rank ``rank`` is added to each frozen fused
     matrix). ``method`` decides what attention sees; ``base.head`` is ed_dma, dma or none. Attributes: ``base``, whose
     tensors are the parameters themselves, ``head_parameters`` and ``weight_parameters`` by name, A and delta fp32.
-    ``attention`` names an entry of ``training.attention.ATTENTIONS``.
+    ``attention`` names an entry of ``training.attention.ATTENTIONS``; ``recompute`` makes the activations of a layer
+    again in the backward pass instead of keeping them.
 
     Raises ConfigError for an unknown name, a base that is not in fp32 or fp64, or nothing to train.
     """
@@ -46,6 +50,7 @@ class TrainableModel:
         trained: str = "head",
         rank: int = 8,
         attention: str = "sdpa",
+        recompute: bool = True,
         seed: int = 0,
     ) -> None:
         if trained not in TRAINED:
@@ -56,7 +61,8 @@ class TrainableModel:
             raise ConfigError(f"dtype={base.shape.dtype} holds no master weights; load the model in float32")
         self.base, self.sparse, self.method = base, sparse, get_method(method)
         self.method.check(sparse)
-        self.trained, self.rank, self._attention = trained, rank, attention
+        self.trained, self.rank, self._attention, self._recompute = trained, rank, attention, recompute
+        self._unchecked: list[tuple[int, Tensor]] = []  # (layer, errors of its selection), while a GPU works on them
         self.has_head = base.head != "none" and self.method.uses_beta
         if trained == "head" and not self.has_head:
             raise ConfigError(f"head={base.head} with method {method} leaves no head to train; use trained all")
@@ -124,12 +130,13 @@ class TrainableModel:
 
     # ---- the forward pass
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss in nats of one sequence, tokens [T] integer, T >= 2; activations are recomputed."""
+        """Mean next-token loss in nats of one sequence, tokens [T] integer, T >= 2. On a GPU nothing waits for it;
+        ``check_selections`` tells of NaN scores."""
         hidden, targets = self._hidden(tokens)[:-1], tokens[1:]
         total = torch.zeros((), dtype=self.base.acc_dtype, device=self.base.device)
         for start in range(0, len(targets), _LOSS_TOKENS):
             part = slice(start, start + _LOSS_TOKENS)
-            total = total + checkpoint(self._summed_loss, hidden[part], targets[part], use_reentrant=False)
+            total = total + self._run(self._summed_loss, hidden[part], targets[part])
         return total / len(targets)
 
     def _summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -140,29 +147,49 @@ class TrainableModel:
         """tokens [T] -> [T, vocab]."""
         return self.base.logits(self._hidden(tokens))
 
+    def check_selections(self) -> None:
+        """Raise NumericsError, naming layer, position, KV head and block, when a selection since the last call met NaN
+        scores. Waits for the device once."""
+        unchecked, self._unchecked = self._unchecked, []
+        if unchecked and int(torch.stack([errors.amax() for _, errors in unchecked]).amax()) >= 0:
+            for layer, errors in unchecked:
+                first = self.sparse.topk_tokens  # before it everything is selected
+                raise_selection_errors(errors, first_row=first, where=f"layer {layer}, ")
+
+    def _run(self, part: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        return checkpoint(part, *arguments, use_reentrant=False) if self._recompute else part(*arguments)
+
     def _hidden(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(len(tokens), device=self.base.device)
+        turn = self.base.rotation(torch.arange(len(tokens), device=self.base.device))
         x = self.base.embed(tokens)
         for index in range(self.base.n_layers):
             # the selection of the first pass serves the second: it has no gradient
-            x = checkpoint(self._layer, index, x, positions, [], use_reentrant=False)
+            x = self._run(self._layer, index, x, turn, [])
         return x
 
-    def _layer(self, index: int, x: Tensor, positions: Tensor, kept: list[Tensor | None]) -> Tensor:
+    def _layer(self, index: int, x: Tensor, turn: tuple[Tensor, Tensor], kept: list[Tensor | None]) -> Tensor:
         base, weights, shape = self.base, self.base.layers[index], self.base.shape
         qkv = self._product(index, "qkv", self._norm(x, weights.attention_norm))
         with torch.autocast(x.device.type, enabled=False):  # betas stay fp32
             q, k, v, beta = split_qkv_and_beta(
                 qkv, weights.A, weights.delta, shape.n_q_heads, shape.n_kv_heads, shape.head_dim, base.head
             )
-            q, k = base.rope(q, k, positions)
+            q, k = rotate(q, *turn), rotate(k, *turn)
             if not kept:
-                kept.append(select(q, k, beta, self.sparse, self.method))
+                kept.append(self._select(index, q, k, beta))
             bias = beta if self.has_head else None
             out = attend(self._attention, q, k, v, bias, kept[0], self.sparse.block_size)
         x = x + self._product(index, "o", out.flatten(1))
         gate, up = self._product(index, "gate_up", self._norm(x, weights.mlp_norm)).chunk(2, dim=-1)
         return x + self._product(index, "down", F.silu(gate) * up)
+
+    def _select(self, layer: int, q: Tensor, k: Tensor, beta: Tensor) -> Tensor | None:
+        selected = select(q, k, beta, self.sparse, self.method)
+        if selected is None:
+            return None
+        if selected.errors is not None and len(selected.errors):
+            self._unchecked.append((layer, selected.errors))
+        return selected.block_ids
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (self.base.shape.hidden_size,), weight, self.base.config.rms_norm_eps)

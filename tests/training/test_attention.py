@@ -30,6 +30,11 @@ def inputs(seed: int = 0, n_tokens: int = TOKENS, dtype: torch.dtype = torch.flo
     return noise(n_tokens, HQ, D), noise(n_tokens, HKV, D), noise(n_tokens, HKV, D), beta
 
 
+def picked(q: Tensor, k: Tensor, beta: Tensor, cfg: SparseConfig, method: str) -> Tensor | None:
+    selected = select(q, k, beta, cfg, get_method(method))
+    return None if selected is None else selected.block_ids
+
+
 def dense_oracle(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, ids: Tensor | None, block: int) -> Tensor:
     """Token by token, from the formula alone."""
     out = torch.zeros_like(q)
@@ -50,7 +55,7 @@ def dense_oracle(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, ids: Tens
 @pytest.mark.parametrize("biased", [True, False])
 def test_both_forms_are_attention_over_the_selected_tokens(name: str, method: str, biased: bool) -> None:
     q, k, v, beta = inputs()
-    ids = select(q, k, beta, CFG, get_method(method))
+    ids = picked(q, k, beta, CFG, method)
     assert (ids is None) == (method == "full")
     bias = beta if biased else None
     got = attend(name, q, k, v, bias, ids, CFG.block_size)
@@ -64,7 +69,7 @@ def test_case_29_gradients_by_finite_differences() -> None:
     A = torch.tensor([1.3, -0.7], dtype=torch.float64)
     delta = torch.randn(HKV, HKV * D, generator=rng, dtype=torch.float64)
     weights = torch.randn(q.shape, generator=rng, dtype=torch.float64)
-    ids = select(q, k, eviction_beta(v.flatten(1), A, delta), CFG, get_method("nosa"))
+    ids = picked(q, k, eviction_beta(v.flatten(1), A, delta), CFG, "nosa")
     assert ids is not None
     shared = membership(ids, 10).sum(1)  # queries of each block
     assert shared.min() >= 6
@@ -92,7 +97,7 @@ def test_case_29_gradients_by_finite_differences() -> None:
 def test_gradients_equal_those_of_the_reference() -> None:
     """An independent path: the engine's own differentiable reference, through softmax over gathered blocks."""
     tensors = inputs(3)
-    ids = select(*tensors[:2], tensors[3], CFG, get_method("nosa"))
+    ids = picked(*tensors[:2], tensors[3], CFG, "nosa")
     grads = []
     for way in (0, 1):
         q, k, v, beta = (x.clone().requires_grad_() for x in tensors)
@@ -108,7 +113,7 @@ def test_case_22_picks_beyond_the_query_are_minus_one(method: str) -> None:
     """With k larger than what a query can see: all that exists, ascending, and -1 behind it."""
     cfg = dataclasses.replace(CFG, topk=8)
     q, k, _, beta = inputs()
-    ids = select(q, k, beta, cfg, get_method(method))
+    ids = picked(q, k, beta, cfg, method)
     assert ids is not None
     for t in range(TOKENS):
         current = t // cfg.block_size
@@ -122,7 +127,7 @@ def test_case_22_picks_beyond_the_query_are_minus_one(method: str) -> None:
 
 def test_selection_lets_no_gradient_through() -> None:
     q, k, _, beta = (x.requires_grad_() for x in inputs())
-    ids = select(q, k, beta, CFG, get_method("nosa"))
+    ids = picked(q, k, beta, CFG, "nosa")
     assert ids is not None
     assert ids.dtype == torch.int32
 
@@ -181,7 +186,7 @@ def test_on_a_gpu_values_and_gradients(name: str, dtype: torch.dtype) -> None:
     n_tokens = 1024
     sizes = [(n_tokens, 6, 64), (n_tokens, 2, 64), (n_tokens, 2, 64), (n_tokens, 2)]
     whole = [torch.randn(size, generator=rng).to(dtype).double() for size in sizes]
-    ids = select(whole[0], whole[1], whole[3], cfg, get_method("nosa"))
+    ids = picked(whole[0], whole[1], whole[3], cfg, "nosa")
     assert ids is not None
     results = []
     for device in ("cpu", "cuda"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from nosa_sys.engine.prefill import prefill_logits
-from nosa_sys.errors import ConfigError
+from nosa_sys.errors import ConfigError, NumericsError
 from nosa_sys.models.low_rank import FUSED
 from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.training.attention import Selected, select
 from nosa_sys.training.model import TrainableModel
 from nosa_sys.training.recipe import TRAINED
 from tests.training.small import SPARSE, tiny, tokens
@@ -111,6 +114,43 @@ def test_gradients_of_a_whole_model_by_finite_differences() -> None:
             return value
 
         assert (moved(1e-6) - moved(-1e-6)) / 2e-6 == pytest.approx(slope, rel=1e-5, abs=1e-8), name
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_kept_and_recomputed_activations_give_the_same_bits(trained: str) -> None:
+    grads = []
+    for recompute in (True, False):
+        model = TrainableModel(tiny(), SPARSE, trained=trained, rank=2, recompute=recompute)
+        loss = model.loss(tokens(120))
+        loss.backward()
+        grads.append([loss.detach(), *(tensor.grad for tensor in model.parameters.values())])
+    for kept, again in zip(*grads, strict=True):
+        assert kept is not None
+        assert again is not None
+        assert torch.equal(kept, again)
+
+
+def test_nan_scores_found_on_a_gpu_name_layer_position_head_and_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels report them: int32 [sparse queries, kv_head], -1 or the block."""
+    model = TrainableModel(tiny(), SPARSE)
+    plain, layers = select, iter(range(100))
+
+    def reporting(*arguments: Any) -> Selected:
+        ids = plain(*arguments)
+        assert ids is not None
+        errors = torch.full((120 - SPARSE.topk_tokens, 2), -1, dtype=torch.int32)
+        if next(layers) == 3:  # the second sequence's second layer
+            errors[7, 1] = 2
+        return Selected(ids.block_ids, errors)
+
+    monkeypatch.setattr("nosa_sys.training.model.select", reporting)
+    with torch.no_grad():
+        model.loss(tokens(120))
+        model.check_selections()
+        model.loss(tokens(120))
+        with pytest.raises(NumericsError, match=r"layer 1, row 87, KV head 1, block 2"):
+            model.check_selections()
+        model.check_selections()
 
 
 def test_fresh_head_is_ones_and_seeded() -> None:
