@@ -17,14 +17,20 @@ from nosa_sys.errors import ConfigError
 
 if TYPE_CHECKING:
     from nosa_sys.training.recipe import TrainSettings
+    from nosa_sys.training.text_sources import TextSource
 
 NAME = "train"
 
 
 def command(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to train, and how.")],
-    texts: Annotated[Path, typer.Option("--texts", help="Folder or tar archive of .txt and .md files.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Directory that takes a folder a run.")],
+    texts: Annotated[
+        Path, typer.Option("--texts", help="Folder or tar archive of .txt and .md files, or a --pack file.")
+    ],
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Directory that takes a folder a run.")] = None,
+    pack: Annotated[
+        Path | None, typer.Option("--pack", help="Only write the runs' token sequences to this .safetensors file.")
+    ] = None,
     only: Annotated[str | None, typer.Option("--only", help="Runs to do, by name, comma separated.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Only runs of this seed.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Another number of steps for every run.")] = None,
@@ -51,6 +57,11 @@ def command(
     changes = {name: value for name, value in changes.items() if value is not None}
     runs = _chosen(parse_train_recipe(data, str(recipe)), only, seed)
     runs = [dataclasses.replace(run, **changes) for run in runs]  # a run's own key does not hide the flag
+    if pack is not None:
+        _pack(runs, texts, pack, overwrite=overwrite)
+        return
+    if out_dir is None:
+        raise ConfigError("--out is missing: the directory that takes a folder a run")
     _check_directories(runs, out_dir, resume=resume, overwrite=overwrite)
     out.stderr().print(runs_table(recipe, runs, texts, device))
     if dry_run:
@@ -61,9 +72,9 @@ def command(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    from nosa_sys.training.texts import read_texts
+    from nosa_sys.training.text_sources import open_texts
 
-    documents = read_texts(texts)
+    sources = {share: open_texts(texts, share) for share in {run.held_out for run in runs}}
     end_s = None if stop_after is None else time.monotonic() + stop_after
     done: list[dict[str, Any]] = []
     for run in runs:
@@ -77,7 +88,7 @@ def command(
         if overwrite and not resume:
             shutil.rmtree(folder, ignore_errors=True)
         left_s = None if end_s is None else end_s - time.monotonic()
-        done.append({"run": run.directory, **_train(run, documents, folder, device, resume, left_s)})
+        done.append({"run": run.directory, **_train(run, sources[run.held_out], folder, device, resume, left_s)})
     console = out.human(json)
     console.print(result_table(done))
     unfinished = [row["run"] for row in done if not row["finished"]]
@@ -87,14 +98,32 @@ def command(
         out.print_json({"kind": "training", "out": str(out_dir), "runs": done})
 
 
+def _pack(runs: list[TrainSettings], texts: Path, pack: Path, *, overwrite: bool) -> None:
+    """Write the token pack of the runs, in the tokens of their one model."""
+    from nosa_sys.training.loop import open_base
+    from nosa_sys.training.text_sources import PACK_SUFFIX, DocumentTexts, write_pack
+    from nosa_sys.training.texts import read_texts
+
+    if pack.suffix != PACK_SUFFIX:
+        raise ConfigError(f"--pack {pack} must end in {PACK_SUFFIX}")
+    if pack.exists() and not overwrite:
+        raise ConfigError(f"{pack} already exists; give --overwrite to write it anew")
+    if len(models := {run.model for run in runs}) > 1:
+        raise ConfigError(f"one token pack serves one model, not {', '.join(sorted(models))}; use --only")
+    tokenizer = open_base(runs[0], "cpu").tokenizer
+    counts = write_pack(pack, runs, DocumentTexts(read_texts(texts), runs[0].held_out), tokenizer)
+    for name, n in counts.items():
+        out.stderr().print(f"{pack}: {n} sequences {name}")
+
+
 def _train(
-    run: TrainSettings, documents: Any, folder: Path, device: str, resume: bool, left_s: float | None
+    run: TrainSettings, texts: TextSource, folder: Path, device: str, resume: bool, left_s: float | None
 ) -> dict[str, Any]:
     from nosa_sys.training.loop import Trainer
 
     with out.progress(out.stderr()) as bar:
         task = bar.add_task(f"{run.directory}: loading", total=None, note="")
-        trainer = Trainer(run, documents, folder, device=device, resume=resume)
+        trainer = Trainer(run, texts, folder, device=device, resume=resume)
         bar.update(task, description=run.directory, total=run.steps, completed=trainer.step)
 
         def show(row: dict[str, Any]) -> None:

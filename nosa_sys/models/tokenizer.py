@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,6 +90,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def sha256(self) -> str:
+        """Of the whole tokenizer: equal digests encode a text equally."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     def token_id(self, token: str) -> int | None:
         """Id of one token's own text, None when the vocabulary lacks it."""

@@ -57,7 +57,11 @@ class PackedSequences:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a ``state`` of the same documents and settings; ConfigError when it cannot be theirs."""
-        readers = state["readers"]
+        readers = state.get("readers")
+        if readers is None:  # of a token pack, which counts alone
+            for _ in range(int(state["n_drawn"])):
+                self.next()
+            return
         if len(readers) != len(self._readers):
             raise ConfigError(f"the saved position has {len(readers)} streams, this run {len(self._readers)}")
         for reader, place in zip(self._readers, readers, strict=True):

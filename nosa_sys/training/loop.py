@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nosa_sys.errors import ConfigError, NumericsError
+from nosa_sys.errors import NumericsError
 from nosa_sys.machine import cpu_name, git_revision, versions
 from nosa_sys.models.load import LoadedModel, load_model
 from nosa_sys.training import checkpoint
-from nosa_sys.training.data import PackedSequences
 from nosa_sys.training.export import ADAPTER, MODEL, check_rank, write_adapter, write_checkpoint
 from nosa_sys.training.model import TrainableModel
 from nosa_sys.training.recipe import TrainSettings
-from nosa_sys.training.texts import Document, split_held_out
+from nosa_sys.training.text_sources import Sequences, TextSource
 
 LOSS_LOG, SUMMARY, TEXT_LIST = "loss.jsonl", "summary.json", "texts.json"
 OnRow = Callable[[dict[str, Any]], None]
@@ -41,7 +39,7 @@ def learning_rate_share(step: int, settings: TrainSettings) -> float:
 class Trainer:
     """One run in ``directory``: made, or resumed from its last checkpoint with ``resume``.
 
-    The split of ``documents`` into training and held out is the same under every seed. On CUDA the forward pass runs
+    The split of ``texts`` into training and held out is the same under every seed. On CUDA the forward pass runs
     in bfloat16 autocast over fp32 weights. Raises ConfigError for settings that differ from the checkpoint's,
     NumericsError for a loss that is no number.
     """
@@ -49,7 +47,7 @@ class Trainer:
     def __init__(
         self,
         settings: TrainSettings,
-        documents: Sequence[Document],
+        texts: TextSource,
         directory: Path,
         *,
         device: str = "cpu",
@@ -74,10 +72,8 @@ class Trainer:
         )
         if self.model.has_head and settings.fresh_head:
             self.model.start_head(settings.seed)
-        if not self.loaded.tokenizer.eos_ids:
-            raise ConfigError(f"{self.loaded.source} names no EOS token; documents cannot be told apart")
-        self.training, self.held_out = split_held_out(documents, settings.held_out)
-        self._data = self._packed(self.training, settings.seed)
+        self._texts = texts
+        self._data = texts.sequences(settings, self.loaded.tokenizer)
         groups = [
             {"params": list(group.values()), "weight_decay": decay, "lr": rate, "full_lr": rate}
             for group, rate, decay in (
@@ -89,29 +85,17 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), fused=self._on_gpu)
         self.step = 0
         directory.mkdir(parents=True, exist_ok=True)
-        self._texts = {"sha256": _digest(self.training), "held_out_sha256": _digest(self.held_out)}
         if resume:
             self._resume()
         self._start_log()
 
     # ---- beginning
-    def _packed(self, documents: Sequence[Document], seed: int) -> PackedSequences:
-        settings = self.settings
-        return PackedSequences(
-            documents,
-            self.loaded.tokenizer,
-            length=settings.length,
-            eos=self.loaded.tokenizer.eos_ids[0],
-            streams=min(settings.streams, len(documents)),
-            seed=seed,
-        )
-
     def _resume(self) -> None:
         saved = checkpoint.latest(self.directory)
         if saved is None:
             return
         checkpoint.check_same(saved, "settings", json.loads(json.dumps(self.settings.to_dict())))
-        checkpoint.check_same(saved, "texts", self._texts)
+        checkpoint.check_same(saved, "texts", self._texts.digests)
         checkpoint.restore(saved, self.model.parameters, self._optimizer)
         self._data.restore(saved.state["data"])
         self.step = saved.step
@@ -123,12 +107,7 @@ class Trainer:
         if self.step and path.exists():
             kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= self.step]
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        names = [
-            {"name": document.name, "sha256": document.sha256, "characters": len(document.text), "held_out": side}
-            for side, documents in ((False, self.training), (True, self.held_out))
-            for document in documents
-        ]
-        (self.directory / TEXT_LIST).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+        (self.directory / TEXT_LIST).write_text(json.dumps(self._texts.names, indent=1) + "\n", encoding="utf-8")
 
     # ---- running
     def run(self, *, on_row: OnRow | None = None, stop_after_s: float | None = None) -> dict[str, Any]:
@@ -182,7 +161,7 @@ class Trainer:
         tokens = settings.batch * settings.length
         return {**row, "lr_share": share, "tokens": self.step * tokens, "tokens_per_s": tokens / time_s}
 
-    def _tensor(self, data: PackedSequences) -> Tensor:
+    def _tensor(self, data: Sequences) -> Tensor:
         return torch.from_numpy(data.next()).to(self.model.base.device)
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -192,9 +171,9 @@ class Trainer:
     @torch.no_grad()
     def held_out_loss(self) -> float | None:
         """Mean next-token loss of the first held-out sequences, the same ones under every seed; None without any."""
-        if not self.held_out or not self.settings.held_out_sequences:
+        if not self._n_texts(held_out=True) or not self.settings.held_out_sequences:
             return None
-        data = self._packed(self.held_out, 0)
+        data = self._texts.sequences(self.settings, self.loaded.tokenizer, held_out=True)
         losses = []
         for _ in range(self.settings.held_out_sequences):
             with self._precision():
@@ -202,9 +181,12 @@ class Trainer:
         self.model.check_selections()
         return float(torch.stack(losses).mean())
 
+    def _n_texts(self, *, held_out: bool) -> int:
+        return sum(entry["held_out"] == held_out for entry in self._texts.names)
+
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
-        state = {"settings": self.settings.to_dict(), "texts": self._texts, "data": self._data.state()}
+        state = {"settings": self.settings.to_dict(), "texts": self._texts.digests, "data": self._data.state()}
         return checkpoint.save(self.directory, self.step, self.model.parameters, self._optimizer, state)
 
     # ---- the end
@@ -224,7 +206,11 @@ class Trainer:
             "session_s": time_s,
             "peak_gpu_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-            "texts": {"training": len(self.training), "held_out": len(self.held_out), **self._texts},
+            "texts": {
+                "training": self._n_texts(held_out=False),
+                "held_out": self._n_texts(held_out=True),
+                **self._texts.digests,
+            },
             "versions": versions(),
             "git_revision": git_revision(),
             "notes": self.loaded.notes,
@@ -263,9 +249,3 @@ def open_base(settings: TrainSettings, device: str) -> LoadedModel:
         convert_dense=fresh,
         rope_theta=settings.rope_theta,
     )
-
-
-def _digest(documents: Sequence[Document]) -> str:
-    """SHA-256 over the names and digests of texts."""
-    lines = "".join(f"{document.sha256} {document.name}\n" for document in documents)
-    return hashlib.sha256(lines.encode()).hexdigest()

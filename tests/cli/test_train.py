@@ -66,6 +66,23 @@ def test_sessions_add_up_to_one_run(nosa: Nosa, recipe: Path, texts: Path, tmp_p
     assert nosa(*common, "--out", tmp_path / "parts", "--resume").document["runs"] == []
 
 
+def test_a_token_pack_serves_as_texts(nosa: Nosa, recipe: Path, texts: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "pack.safetensors"
+    made = nosa("train", recipe, "--texts", texts, "--pack", pack)
+    assert made.status == 0, made.err
+    assert "3 sequences length128.streams2.seed0" in made.err
+    assert "already exists" in nosa("train", recipe, "--texts", texts, "--pack", pack).err
+    rows = [
+        nosa("train", recipe, "--texts", source, "--only", "head", "--out", tmp_path / name, "--json")
+        for name, source in (("plain", texts), ("packed", pack))
+    ]
+    plain, packed = (done.document["runs"][0] for done in rows)
+    assert plain["held_out_loss"] == packed["held_out_loss"]
+    assert plain["texts"] == packed["texts"]
+    assert "--out is missing" in nosa("train", recipe, "--texts", pack).err
+    assert "must end in .safetensors" in nosa("train", recipe, "--texts", texts, "--pack", tmp_path / "x.npy").err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -17,6 +17,7 @@ from nosa_sys.training import checkpoint
 from nosa_sys.training.export import check_rank
 from nosa_sys.training.loop import Trainer, learning_rate_share
 from nosa_sys.training.recipe import TrainSettings, build, parse_train_recipe
+from nosa_sys.training.text_sources import DocumentTexts, TextSource
 from nosa_sys.training.texts import Document
 from tests.training.small import SHAPE, SPARSE, ByteTokenizer, tiny, tokens
 
@@ -33,10 +34,11 @@ def settings(**changes: Any) -> TrainSettings:
     return TrainSettings(name="t", sparse=SPARSE, **{**small, **rest, **changes})
 
 
-def trainer(directory: Path, *, resume: bool = False, **changes: Any) -> Trainer:
+def trainer(directory: Path, *, resume: bool = False, texts: TextSource | None = None, **changes: Any) -> Trainer:
     chosen = settings(**changes)
+    texts = texts or DocumentTexts(documents(), chosen.held_out)
     loaded = LoadedModel(tiny(head=chosen.head), "tiny", [], ByteTokenizer())
-    return Trainer(chosen, documents(), directory, resume=resume, loaded=loaded)
+    return Trainer(chosen, texts, directory, resume=resume, loaded=loaded)
 
 
 @pytest.mark.parametrize("trained", ["head", "all", "low_rank"])
@@ -150,9 +152,7 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"settings head_lr=0\.02, this run has 0\.5"):
         trainer(tmp_path, resume=True, head_lr=0.5)
     with pytest.raises(ConfigError, match=r"texts (held_out_)?sha256"):
-        Trainer(
-            settings(), documents()[:-1], tmp_path, resume=True, loaded=LoadedModel(tiny(), "", [], ByteTokenizer())
-        )
+        trainer(tmp_path, resume=True, texts=DocumentTexts(documents()[:-1], 0.3))
     state = next(tmp_path.glob("checkpoint-1")) / "state.json"
     state.write_text("{")
     with pytest.raises(CheckpointError, match="no state of a training run"):
