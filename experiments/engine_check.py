@@ -37,6 +37,7 @@ SMALL_REQUESTS = ((700, 70), (1, 90), (33, 140), (511, 66), (900, 20), (64, 65))
 SMOLLM2 = SparseConfig(topk=16, window_size=256, select_blocks=4)
 SMOLLM2_REQUESTS = ((33, 250), (100, 250), (150, 250), (700, 250), (1024, 250), (1500, 250), (2300, 250), (3000, 250))
 MAX_BATCH = 3  # requests wait, join and leave
+CPU_THREADS = 4  # small tensors: more threads wait for one another, and processes run side by side
 
 
 def document_tokens(model_tokenizer: Any) -> list[int]:

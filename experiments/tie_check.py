@@ -100,13 +100,14 @@ def compare(
 
 
 def main() -> None:
-    from nosa_sys.experiments.engine_check import SMOLLM2, document_tokens
+    from nosa_sys.experiments.engine_check import CPU_THREADS, SMOLLM2, document_tokens
     from nosa_sys.models.load import load_model
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=48)
     arguments = parser.parse_args()
+    torch.set_num_threads(CPU_THREADS)
     loaded = load_model("smollm2-135m", dtype="bfloat16")
     text = document_tokens(loaded.tokenizer)
     prompts = [text[:1800], text[2000:4600]]
