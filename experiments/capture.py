@@ -51,6 +51,7 @@ class CaptureRequest:
     runner: str | None = None
     offload: bool | None = None
     n_prefetch: int | None = None
+    key_means_dtype: str = "float32"
     prefill_chunk: int = 512
     timed: bool = False
     record_scores: bool = False
@@ -62,8 +63,8 @@ class CaptureRequest:
 
     def engine_options(self) -> dict[str, Any]:
         """What an Engine takes of it."""
-        names = ("method", "schedule", "slots", "policy", "runner", "offload", "n_prefetch", "prefill_chunk", "timed")
-        return {name: getattr(self, name) for name in names}
+        names = ("method", "schedule", "slots", "policy", "runner", "offload", "n_prefetch", "key_means_dtype")
+        return {name: getattr(self, name) for name in (*names, "prefill_chunk", "timed")}
 
 
 def open_model(request: CaptureRequest) -> LoadedModel:

@@ -129,6 +129,7 @@ def base_row(bench: Workbench, cell: DecodeCell, segment: Segment) -> dict[str, 
         "slots": cell.kept_slots if cell.offloads else None,
         "slots_over_k": cell.kept_slots / cell.sparse.topk if cell.offloads else None,
         "policy": cell.policy,
+        "key_means_dtype": cell.key_means_dtype,
         "steps": segment.steps,
         "warmup": segment.warmup,
         "seed": cell.seed,
@@ -138,6 +139,7 @@ def base_row(bench: Workbench, cell: DecodeCell, segment: Segment) -> dict[str, 
     planned = required_bytes(
         shape, cell.sparse, get_method(cell.method), n_slots=cell.kept_slots, offload=cell.offloads,
         lanes=len(contexts), tokens_a_lane=max(contexts) + segment.warmup + segment.steps,
+        key_means_dtype=cell.key_means_dtype,
     )  # fmt: skip
     row |= {"planned_gpu_bytes": device_bytes(planned) + shape.weight_bytes}
     row |= {"planned_host_bytes": planned["host_pool_bytes"]}
@@ -149,6 +151,7 @@ def base_row(bench: Workbench, cell: DecodeCell, segment: Segment) -> dict[str, 
         slots=cell.kept_slots,
         context=int(np.mean(contexts)),
         offload=cell.offloads,
+        key_means_dtype=cell.key_means_dtype,
     )
 
 
@@ -165,7 +168,8 @@ def segment_figures(bench: Workbench, cell: DecodeCell, log: StepLog, first: int
 
     misses = mean(log.n_misses)
     h2d_bytes = (misses + mean(log.prefetch_loads)) * block_bytes
-    needed = step_bytes(shape, cell.sparse, cell.method, [c + first + n // 2 for c in cell.row_contexts])
+    middle = [c + first + n // 2 for c in cell.row_contexts]
+    needed = step_bytes(shape, cell.sparse, cell.method, middle, cell.key_means_dtype)
     sequences = log.summary["sequences"]
     ttft = [s["ttft_ms"] for s in sequences if s["ttft_ms"] is not None] if cell.prompts else []
     return {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nosa_sys.key_means import key_mean_item_bytes
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.sparse_config import SparseConfig
@@ -14,7 +15,9 @@ from nosa_sys.sparse_config import SparseConfig
 _FP32 = 4
 
 
-def step_bytes(shape: ModelShape, sparse: SparseConfig, method: str, contexts: Sequence[int]) -> int:
+def step_bytes(
+    shape: ModelShape, sparse: SparseConfig, method: str, contexts: Sequence[int], key_means_dtype: str = "float32"
+) -> int:
     """Device bytes that one step has to read at least: matrices once, attended KV, compressed keys and their betas.
 
     The embedding counts as the output matrix (once when tied): a step gathers only a row a sequence from it.
@@ -27,8 +30,9 @@ def step_bytes(shape: ModelShape, sparse: SparseConfig, method: str, contexts: S
     means = 0
     if not variant.dense:
         a = variant.query_aware_picks(sparse, sparse.n_forced)
-        floats = (shape.head_dim if a else 0) + (1 if variant.uses_beta else 0)
-        means = sum(sparse.n_windows(c) for c in contexts) * floats * _FP32
+        mean_bytes = shape.head_dim * key_mean_item_bytes(key_means_dtype, shape.dtype) if a else 0
+        mean_bytes += _FP32 if variant.uses_beta else 0
+        means = sum(sparse.n_windows(c) for c in contexts) * mean_bytes
     return weights + heads * (attended * shape.kv_block_bytes(sparse.block_size) + means)
 
 

@@ -56,6 +56,7 @@ class BenchRequest:
     arena_bytes: int
     parts: bool
     seed: int
+    key_means_dtype: str = "float32"
 
 
 def bench_slots(
@@ -91,12 +92,12 @@ def run_request(request: BenchRequest) -> dict[str, Any]:
     bench = Workbench(model, Rates.measure(model.device), make_arena(request.arena_bytes))
     rows = measure(bench, cell, [Segment("", request.warmup, request.steps)], parts=request.parts)
     document = {"kind": "bench decode", "facts": facts(model), "rates": vars(bench.rates), "rows": rows}
-    shape = model.shape
+    shape, context = model.shape, int(np.mean(cell.row_contexts))
     if request.peer:
         del bench, model, cell  # the peer needs the device's memory
         cache = cast(PeerCache, request.peer)
         peer = transformers_model(shape, device, request.seed)
-        rows.append(peer_row(peer, shape, batch=request.batch, context=request.context, cache=cache, seed=request.seed))
+        rows.append(peer_row(peer, shape, batch=request.batch, context=context, cache=cache, seed=request.seed))
     return document
 
 
@@ -157,6 +158,7 @@ def _cell(request: BenchRequest, model: LlamaModel, tokenizer: Tokenizer | None)
         prompts=prompts,
         contexts=tuple(contexts),
         seed=request.seed,
+        key_means_dtype=request.key_means_dtype,
     )
 
 

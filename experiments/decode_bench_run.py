@@ -60,6 +60,7 @@ class DecodeCell:
     prompts: tuple[tuple[int, ...], ...] = ()
     contexts: tuple[int, ...] = ()
     seed: int = 0
+    key_means_dtype: str = "float32"
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -132,6 +133,7 @@ class Workbench:
             arena=self.arena,
             injection=cell.injection,
             recorder=recorder,
+            key_means_dtype=cell.key_means_dtype,
             **cell.extra,
             **options,
         )

@@ -11,11 +11,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from nosa_sys.key_means import key_mean_item_bytes
 from nosa_sys.methods import Method, get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.sparse_config import SparseConfig
 
-_FP32 = 4  # compressed keys and betas are fp32 whatever the model's dtype
+_FP32 = 4  # betas and their means are fp32 whatever the model's dtype
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,14 @@ class KeptBytes:
 
 
 def kept_bytes(
-    shape: ModelShape, sparse: SparseConfig, method: str | Method, *, slots: int, context: int, offload: bool
+    shape: ModelShape,
+    sparse: SparseConfig,
+    method: str | Method,
+    *,
+    slots: int,
+    context: int,
+    offload: bool,
+    key_means_dtype: str = "float32",
 ) -> KeptBytes:
     """What ``method`` keeps on the GPU for one sequence of ``context`` tokens.
 
@@ -48,12 +56,13 @@ def kept_bytes(
     if method.dense:
         return KeptBytes(n_blocks * block_bytes, n_blocks * block_bytes, 0, 0)
     kept_blocks = slots if offload else n_blocks
+    item_bytes = key_mean_item_bytes(key_means_dtype, shape.dtype)
     ranks_query = method.query_aware_picks(sparse, sparse.n_forced) > 0
     beta_entries = n_windows + (n_blocks + kept_blocks) * sparse.block_size if method.uses_beta else 0
     return KeptBytes(
         kv_bytes=kept_blocks * block_bytes,
         budget_kv_bytes=min(sparse.topk, n_blocks) * block_bytes if offload else n_blocks * block_bytes,
-        key_mean_bytes=heads * n_windows * shape.head_dim * _FP32 if ranks_query else 0,
+        key_mean_bytes=heads * n_windows * shape.head_dim * item_bytes if ranks_query else 0,
         beta_bytes=heads * beta_entries * _FP32,
     )
 
@@ -79,10 +88,20 @@ def paper_batch(full_batch: int, kept: KeptBytes, full_bytes: int) -> int:
 
 
 def equal_bytes_row(
-    shape: ModelShape, sparse: SparseConfig, method: str, *, batch: int, slots: int, context: int, offload: bool
+    shape: ModelShape,
+    sparse: SparseConfig,
+    method: str,
+    *,
+    batch: int,
+    slots: int,
+    context: int,
+    offload: bool,
+    key_means_dtype: str = "float32",
 ) -> dict[str, Any]:
     """The figures of one situation as flat columns."""
-    kept = kept_bytes(shape, sparse, method, slots=slots, context=context, offload=offload)
+    kept = kept_bytes(
+        shape, sparse, method, slots=slots, context=context, offload=offload, key_means_dtype=key_means_dtype
+    )
     full = full_kv_bytes(shape, sparse, context)
     return {
         **{f"sequence_{name}": value for name, value in dataclasses.asdict(kept).items()},
@@ -103,9 +122,12 @@ def largest_batch(
     offload: bool,
     gpu_bytes: float,
     host_bytes: float,
+    key_means_dtype: str = "float32",
 ) -> tuple[int, str]:
     """(batch, the memory that limits it) that fits into ``gpu_bytes`` beside the weights and ``host_bytes``."""
-    kept = kept_bytes(shape, sparse, method, slots=slots, context=context, offload=offload)
+    kept = kept_bytes(
+        shape, sparse, method, slots=slots, context=context, offload=offload, key_means_dtype=key_means_dtype
+    )
     limits = {"GPU memory": int(gpu_bytes // kept.total_bytes)}
     if offload and not get_method(method).dense:
         limits["host memory"] = int(host_bytes // full_kv_bytes(shape, sparse, context))

@@ -110,6 +110,7 @@ class TraceMeta:
     policy: str = "exact"
     kv_dtype: str = "float32"
     host_kv_dtype: str = "float32"
+    key_means_dtype: str = "float32"
     sequences: tuple[SequenceInfo, ...] = ()
     device: str = ""
     driver: str = ""
@@ -181,6 +182,7 @@ class TraceMeta:
             ("policy", self.policy, POLICIES),
             ("kv_dtype", self.kv_dtype, tuple(DTYPE_BYTES)),
             ("host_kv_dtype", self.host_kv_dtype, tuple(DTYPE_BYTES)),
+            ("key_means_dtype", self.key_means_dtype, tuple(DTYPE_BYTES)),
         ):
             if value not in allowed:
                 raise TraceError(f"{source}: {name}={value!r} must be one of {', '.join(allowed)}")

@@ -43,13 +43,14 @@ def beta_cases() -> list[Case]:
 
 def append_cases() -> list[Case]:
     both = "check small"
-    sizes = {"batch": 10, "lanes": 0, "placed": 0, "block": 32, "windows": 8}
+    sizes = {"batch": 10, "lanes": 0, "placed": 0, "block": 32, "windows": 8, "means": 0}
     made = [
         _case("edges", both, "bfloat16", **sizes),
         _case("edges-fp32-3-heads", both, "float32", **sizes, kv_heads=3, group=3),
         _case("placed-head-80", both, "float32", **{**sizes, "placed": 1}, head_dim=80),
         _case("placed-lanes-padding", both, "float16", **{**sizes, "placed": 1, "lanes": 1}, head_dim=96),
         _case("dma", both, "bfloat16", **sizes, head=1),
+        _case("bf16-means", both, "bfloat16", **{**sizes, "placed": 1, "lanes": 1, "means": 1}),
         _case("no-head", both, "bfloat16", **{**sizes, "placed": 1}, head=2),
         _case("group-1-heads-4", both, "bfloat16", **sizes, kv_heads=4, group=1),
     ]
@@ -108,7 +109,8 @@ def compare_beta(
 
 
 def make_append_inputs(case: Case, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-    """Contexts in the middle of their life: rings and betas of the earlier tokens, poison everywhere else."""
+    """Contexts in the middle of their life: rings and betas of the earlier tokens, poison everywhere else. ``means``: 0
+    keeps key means in fp32, 1 in the keys' type."""
     p, dtype, kernel = case.params, case.torch_dtype, 32
     batch, heads, dim, block = p["batch"], p["kv_heads"], p["head_dim"], p["block"]
     inputs = make_beta_inputs(Case(case.name, case.dtype, {**p, "tokens": batch}, case.uses), device, generator)
@@ -135,7 +137,9 @@ def make_append_inputs(case: Case, device: torch.device, generator: torch.Genera
         "lanes": lanes if p["lanes"] else None,
         "ring": ring,
         "token_betas": betas,
-        "key_means": torch.full((batch, heads, p["windows"], dim), torch.nan, device=device),
+        "key_means": torch.full(
+            (batch, heads, p["windows"], dim), torch.nan, dtype=dtype if p["means"] else torch.float32, device=device
+        ),
         "beta_means": torch.full((batch, heads, p["windows"]), torch.nan, device=device),
         "slots": torch.full((2 * batch * heads, 2, block, dim), torch.nan, dtype=dtype, device=device),
         "slot_betas": torch.full((2 * batch * heads, block), torch.nan, device=device),

@@ -301,10 +301,11 @@ def append_token(
 def _aot_specs() -> list[AotSpec]:
     specs = []
     sizes = ("qkv_pitch", "n_tokens", "n_windows", "v_pitch", "k_pitch", "beta_pitch")
-    for dtype, heads, group, dim, code in (("bf16", 2, 16, 128, 1), ("fp16", 8, 4, 80, 2), ("fp32", 3, 3, 64, 1)):
+    shapes = (("bf16", "bf16", 2, 16, 128, 1), ("fp16", "fp32", 8, 4, 80, 2), ("fp32", "fp32", 3, 3, 64, 1))
+    for dtype, means, heads, group, dim, code in shapes:
         stored = ("qkv", "q_out", "k_out", "ring", "slots", "k", "v")
         types: dict[str, str] = dict.fromkeys(stored, f"*{dtype}") | dict.fromkeys(sizes, "i32")
-        types |= dict.fromkeys(("positions", "lanes", "current_rows"), "*i64")
+        types |= dict.fromkeys(("positions", "lanes", "current_rows"), "*i64") | {"key_means": f"*{means}"}
         shape: dict[str, Any] = {"KV_HEADS": heads, "GROUP": group, "GROUP_PAD": padded(group), "DIM": dim}
         shape |= {"HALF_PAD": padded(dim // 2), "DIM_PAD": padded(dim), "VALUES": heads * dim, "TOKENS": 8}
         shape |= {"PART": min(512, padded(heads * dim)), "HEAD": code, "BLOCK": 64, "STRIDE": 16} | window_shape(32)

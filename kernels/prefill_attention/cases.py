@@ -155,6 +155,7 @@ def selection_cases() -> list[Case]:
         _case("fp32", both, "float32", **sizes),
         _case("bf16-infllmv2", both, method="infllmv2", **sizes),
         _case("fp16-dma", both, "float16", method="dma", **sizes),
+        _case("bf16-means", both, means=1, **sizes),
         _case("full", both, method="full", **(sizes | {"tokens": 5})),
         _case("from-the-start", both, "float32", topk=5, first=0, tokens=200, kv_heads=1, group=2),
         _case("bf16-16K", "check", first=15872, **full),
@@ -177,7 +178,7 @@ def _configuration(case: Case) -> SparseConfig:
 
 
 def make_selection_inputs(case: Case, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-    """Means of windows past the last query's are NaN."""
+    """Means of windows past the last query's are NaN; ``means`` 1 keeps those of keys in the queries' type."""
     p, cfg = case.params, _configuration(case)
     n_windows = cfg.n_windows(p["first"] + p["tokens"])
 
@@ -188,7 +189,7 @@ def make_selection_inputs(case: Case, device: torch.device, generator: torch.Gen
     key_means[:, n_windows:], beta_means[:, n_windows:] = math.nan, math.nan
     return {
         "q": (2 * draw(p["tokens"], p["kv_heads"] * p["group"], p["head_dim"])).to(case.torch_dtype),
-        "key_means": key_means,
+        "key_means": key_means.to(case.torch_dtype) if p.get("means") else key_means,
         "beta_means": beta_means,
         "first_position": p["first"],
         "cfg": cfg,

@@ -25,6 +25,7 @@ from nosa_sys.traces.schema import TraceMeta
 if TYPE_CHECKING:
     from nosa_sys.experiments.decode_bench_request import BenchRequest
 
+_DEFAULT_CONTEXT = 16384
 PEERS = ("none", "transformers-dynamic", "transformers-offloaded")
 _SHOWN = (
     ("tokens/s, aggregate", "tokens_per_s"),
@@ -72,7 +73,10 @@ def command(
         str, typer.Option("--schedule", help="serial, fused_kv, split_merge, two_batch, prefetch or auto.")
     ] = "fused_kv",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 8,
-    context: Annotated[int, typer.Option("--context", min=1, help="Prompt tokens of each sequence.")] = 16384,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", min=1, help="Prompt tokens of each sequence; default 16384, or the trace's."),
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps.")] = 256,
     warmup: Annotated[int, typer.Option("--warmup", min=1, help="Warm steps before them.")] = 16,
     misses: Annotated[
@@ -87,6 +91,9 @@ def command(
         bool | None, typer.Option("--offload/--resident", help="KV on the host, or all of it on the device.")
     ] = None,
     runner: Annotated[str | None, typer.Option("--runner", help="graph, kernels or eager.")] = None,
+    key_means_dtype: Annotated[
+        str | None, typer.Option("--key-means-dtype", help="Compressed keys: float32 (default) or model.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Default: the model's own; bfloat16 for a shape.")
     ] = None,
@@ -107,6 +114,8 @@ def command(
     """
     if sum(x is not None for x in (misses, trace, prompt_file)) > 1:
         raise ConfigError("--misses, --trace and --prompt-file are three sources of selections; give at most one")
+    if context is not None and trace is not None:
+        raise ConfigError("--trace fixes the contexts, of which its sets were recorded; leave --context out")
     if (model is None) == (model_shape is None):
         raise ConfigError("give --model (real weights) or --model-shape (random weights), one of them")
     if peer not in PEERS:
@@ -137,7 +146,7 @@ def command(
         slots=bench_slots(given, sparse, method, offload=offload, runner=runner, device=device),
         policy=cache.policy,
         batch=batch,
-        context=context,
+        context=_DEFAULT_CONTEXT if context is None else context,
         steps=steps,
         warmup=warmup,
         misses=None if misses is None else _misses(misses),
@@ -151,6 +160,7 @@ def command(
         arena_bytes=int(arena_gib * 2**30),
         parts=parts,
         seed=seed,
+        key_means_dtype=settings.pick("key_means_dtype", key_means_dtype, "float32"),
     )
     need = _memory(settings, request)
     settings.banner(out.stderr(), "bench decode")
@@ -188,6 +198,7 @@ def _memory(settings: Settings, request: BenchRequest) -> MemoryNeed:
         batch=request.batch,
         tokens=tokens,
         device=device,
+        key_means_dtype=request.key_means_dtype,
     )
 
 

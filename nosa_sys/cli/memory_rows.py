@@ -47,6 +47,7 @@ def note_memory(
     batch: int,
     tokens: int,
     device: str,
+    key_means_dtype: str = "float32",
 ) -> MemoryNeed:
     """Note bytes per block, of KV and context on the device, and of the host pool; ``shape`` has the run's dtype."""
     from nosa_sys.engine.memory_plan import required_bytes  # torch takes its time
@@ -54,8 +55,9 @@ def note_memory(
     variant = get_method(method)
     offloads = not variant.dense if offload is None else offload
     required = required_bytes(
-        shape, sparse, variant, n_slots=n_slots, offload=offloads, lanes=batch, tokens_a_lane=tokens
-    )
+        shape, sparse, variant, n_slots=n_slots, offload=offloads, lanes=batch, tokens_a_lane=tokens,
+        key_means_dtype=key_means_dtype,
+    )  # fmt: skip
     device_kv = required["device_slot_bytes"] + required["device_map_bytes"] + required["device_pool_bytes"]
     place = "GPU" if device.startswith("cuda") else "device"
     for name, value in (

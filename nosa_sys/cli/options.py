@@ -109,6 +109,14 @@ class EngineFlags:
             "--n-prefetch", panel=_ENGINE, text="Guesses a head of schedule prefetch (default: all slots > k).", min=1
         ),
     ] = None
+    key_means_dtype: Annotated[
+        str | None,
+        _option(
+            "--key-means-dtype",
+            panel=_ENGINE,
+            text="Compressed keys: float32 (default), or model: half the bytes with bfloat16; near ties may differ.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

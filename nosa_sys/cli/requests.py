@@ -132,6 +132,7 @@ def build_request(
             batch=len(prompts),
             tokens=tokens,
             device=device,
+            key_means_dtype=chosen["key_means_dtype"],
         )
     request = CaptureRequest(
         sparse=sparse,
@@ -174,4 +175,6 @@ def _engine_choices(settings: Settings, engine: EngineFlags, device: str, *, tim
     chunk = settings.note("prefill chunk, tokens", default_prefill_chunk(kind), "derived from device")
     if timed and runner == "eager":
         raise ConfigError("--timeline needs --runner graph or kernels: the eager runner sets no clock marks")
-    return {"runner": runner, "schedule": schedule, "n_prefetch": n_prefetch, "prefill_chunk": chunk}
+    means = settings.pick("key_means_dtype", engine.key_means_dtype, "float32")
+    found = {"runner": runner, "schedule": schedule, "n_prefetch": n_prefetch, "prefill_chunk": chunk}
+    return found | {"key_means_dtype": means}

@@ -20,8 +20,9 @@ class ContextStore:
     """Per layer: ``key_means`` [lane, kv_head, window, D], ``beta_means`` [lane, kv_head, window],
     ``token_betas`` [lane, kv_head, block, block_size] and ``ring`` [lane, kernel, kv_head, D] (token t at t % kernel).
 
-    Means and betas are fp32 (fp64 for an fp64 model) whatever the dtype of K and V. Everything grows by doubling,
-    unless an exact size is asked for; ``generation`` counts growths.
+    Betas and their means are of ``beta_dtype``, fp32 (fp64 for an fp64 model), whatever the dtype of K and V; key means
+    of ``means_dtype``, rounded once when they are stored. Everything grows by doubling, unless an exact size is asked
+    for; ``generation`` counts growths.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ContextStore:
         cfg: SparseConfig,
         dtype: torch.dtype,
         beta_dtype: torch.dtype,
+        means_dtype: torch.dtype,
         device: torch.device,
         poison: float | None = None,
     ) -> None:
@@ -40,7 +42,7 @@ class ContextStore:
         def empty(*sizes: int, of: torch.dtype = beta_dtype) -> list[Tensor]:
             return [torch.empty(sizes, dtype=of, device=device) for _ in layers]
 
-        self.key_means = empty(0, heads, 0, dim)
+        self.key_means = empty(0, heads, 0, dim, of=means_dtype)
         self.beta_means = empty(0, heads, 0)
         self.token_betas = empty(0, heads, 0, cfg.block_size)
         self.ring = empty(0, cfg.kernel_size, heads, dim, of=dtype)
@@ -113,7 +115,7 @@ class ContextStore:
         keys = self.ring[layer][lanes[:, None], tail % cfg.kernel_size]
         size = cfg.block_size
         betas = self.token_betas[layer][lanes[:, None], :, tail // size, tail % size]
-        self.key_means[layer][lanes, :, window] = window_mean_of_tail(keys)
+        self.key_means[layer][lanes, :, window] = window_mean_of_tail(keys).to(self.key_means[layer].dtype)
         beta_means = window_mean_of_tail(betas)
         self.beta_means[layer][lanes, :, window] = beta_means
         return beta_means

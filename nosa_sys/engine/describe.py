@@ -11,6 +11,7 @@ import numpy as np
 from nosa_sys.engine.metrics import StepCount
 from nosa_sys.engine.plan import StepPlan
 from nosa_sys.errors import ConfigError
+from nosa_sys.key_means import stored_key_means_dtype
 from nosa_sys.traces.schema import TraceMeta
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def settings(engine: Engine) -> dict[str, object]:
         "head": engine.model.head,
         "sparse": engine.sparse,
         "method": engine.method.name,
+        "key_means_dtype": _stored_key_means(engine),
     }
 
 
@@ -48,6 +50,7 @@ def trace_meta(engine: Engine) -> TraceMeta:
         policy=engine.policy.name,
         kv_dtype=dtype,
         host_kv_dtype=dtype,
+        key_means_dtype=_stored_key_means(engine),
         device=engine.model.device.type,
     )
     if engine.injection is None:
@@ -81,6 +84,7 @@ def summary(engine: Engine, figures: dict[str, Any]) -> dict[str, object]:
         "topk_blocks": engine.sparse.topk,
         "topk_tokens": engine.sparse.topk_tokens,
         "block_bytes": memory.block_bytes,
+        "key_means_dtype": _stored_key_means(engine),
         "device_slot_bytes": memory.device_kv_bytes,
         "device_context_bytes": memory.context.allocated_bytes,
         "host_pool_bytes": memory.host_pool_bytes,
@@ -88,6 +92,10 @@ def summary(engine: Engine, figures: dict[str, Any]) -> dict[str, object]:
         **figures,
         "notes": notes,
     }
+
+
+def _stored_key_means(engine: Engine) -> str:
+    return stored_key_means_dtype(engine.memory.key_means_dtype, engine.model.shape.dtype)
 
 
 def count_step(plan: StepPlan) -> StepCount:

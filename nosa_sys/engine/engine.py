@@ -51,6 +51,7 @@ class Engine:
         slots: device blocks per (layer, sequence, KV head), the current block included; default k, with graphs 1.25 k.
         policy: which blocks stay beyond the selection: exact (none), lru or beta; default exact where slots = k.
         host_kv_dtype: must be the model's dtype for now.
+        key_means_dtype: how compressed keys are kept: float32 (the definition), or model: the model's dtype.
         prefill_chunk: prompt tokens per prefill pass.
         record_scores: keep stage-1 scores and beta means in the trace, for replay under other budgets.
         on_prefill: called with the number of prompt tokens of each finished prefill chunk, for progress bars.
@@ -88,6 +89,7 @@ class Engine:
         slots: int | None = None,
         policy: str | None = None,
         host_kv_dtype: str | None = None,
+        key_means_dtype: str = "float32",
         prefill_chunk: int = 512,
         max_batch: int = 8,
         host_memory_bytes: int | None = None,
@@ -126,6 +128,7 @@ class Engine:
             offload=self.offload,
             host_memory_bytes=host_memory_bytes,
             arena=arena,
+            key_means_dtype=key_means_dtype,
             poison=poison,
         )
         self._prefill = PrefillRunner(model, self.memory, prefill_chunk, on_prefill)

@@ -13,6 +13,7 @@ from nosa_sys.engine.sequence import SavedKV
 from nosa_sys.engine.slot_cache import SlotCache
 from nosa_sys.engine.tensors import free_bytes, grown, n_bytes
 from nosa_sys.errors import ConfigError
+from nosa_sys.key_means import stored_key_means_dtype
 from nosa_sys.methods import Method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
@@ -27,7 +28,7 @@ class Memory:
 
     ``page_table`` int64 [lane, block]: the pool's page of a block, -1 where it has none. ``arena``: where the host
     pool's memory comes from, for several engines in turn. ``longest_tokens``: the longest context that room was asked
-    for. Raises ConfigError for a dense method with offload.
+    for. ``key_means_dtype``: see key_means.py. Raises ConfigError for a dense method with offload.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Memory:
         offload: bool,
         host_memory_bytes: int | None = None,
         arena: PinnedArena | None = None,
+        key_means_dtype: str = "float32",
         poison: float | None = None,
     ) -> None:
         if offload and method.dense:
@@ -49,7 +51,9 @@ class Memory:
         shape, dtype, device = model.shape, model.dtype, model.device
         self.cfg, self.method, self.device, self.n_layers = cfg, method, device, model.n_layers
         self.n_kv_heads, self.offload, self._shape = shape.n_kv_heads, offload, shape
-        self.context = ContextStore(shape, cfg, dtype, model.acc_dtype, device, poison)
+        self.key_means_dtype = key_means_dtype
+        means_dtype = getattr(torch, stored_key_means_dtype(key_means_dtype, shape.dtype))
+        self.context = ContextStore(shape, cfg, dtype, model.acc_dtype, means_dtype, device, poison)
         self.slots = None
         if offload:
             self.slots = SlotCache(shape, cfg.block_size, n_slots, dtype, model.acc_dtype, device, poison)
@@ -142,6 +146,7 @@ class Memory:
             offload=self.offload,
             lanes=n_lanes,
             tokens_a_lane=n_tokens,
+            key_means_dtype=self.key_means_dtype,
         )
         taken = self.allocated_bytes()
         if not with_pages:

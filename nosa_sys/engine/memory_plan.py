@@ -6,6 +6,7 @@ import torch
 
 from nosa_sys.engine.pinned import refuse_unless_free
 from nosa_sys.engine.tensors import free_bytes
+from nosa_sys.key_means import key_mean_item_bytes
 from nosa_sys.methods import Method
 from nosa_sys.model_shape import DTYPE_BYTES, ModelShape
 from nosa_sys.sparse_config import SparseConfig
@@ -27,6 +28,7 @@ def required_bytes(
     offload: bool,
     lanes: int,
     tokens_a_lane: int,
+    key_means_dtype: str = "float32",
 ) -> dict[str, int]:
     """Bytes over all layers for ``lanes`` sequences of ``tokens_a_lane`` stored tokens each, as ``Memory`` takes them
     when it is given exactly that (``Memory.preallocate``).
@@ -35,7 +37,7 @@ def required_bytes(
     the page table; ``device_context_bytes``: key means, beta means, betas by token and the ring of last keys;
     ``device_pool_bytes`` and ``host_pool_bytes``: pages, with their betas where attention reads them on the device.
     """
-    accumulated = 8 if shape.dtype == "float64" else 4  # bytes of a beta or a mean
+    accumulated = 8 if shape.dtype == "float64" else 4  # bytes of a beta or a mean of them
     lane_heads = shape.n_layers * lanes * shape.n_kv_heads
     block, dim = cfg.block_size, shape.head_dim
     blocks, windows = cfg.n_blocks(tokens_a_lane), cfg.n_windows(tokens_a_lane)
@@ -44,7 +46,7 @@ def required_bytes(
     page_betas = 0 if offload or not method.uses_beta else block * accumulated
     slots = lane_heads * n_slots if offload else 0
     slot_maps = slots * (block * accumulated + _INT32 + _INT64) + (lane_heads * _INT64 if offload else 0)
-    means = windows * (dim + 1) * accumulated
+    means = windows * (dim * key_mean_item_bytes(key_means_dtype, shape.dtype) + accumulated)
     ring = cfg.kernel_size * dim * DTYPE_BYTES[shape.dtype]
     return {
         "device_slot_bytes": slots * run_bytes,

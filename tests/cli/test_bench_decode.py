@@ -25,6 +25,7 @@ def test_injected_misses_make_a_row(nosa: Nosa, checkpoint: Path, tmp_path: Path
     assert row["misses_per_head"] == pytest.approx(1)
     assert row["compute_ms"] > 0
     assert row["equivalent_batch"] > 0
+    assert row["key_means_dtype"] == "float32"
     assert pd.read_parquet(out)["tokens_per_s"][0] == pytest.approx(row["tokens_per_s"])
 
 
@@ -50,6 +51,19 @@ def test_a_trace_brings_its_own_budgets(nosa: Nosa, checkpoint: Path, trace: Pat
     assert "sets of trace" in row["status"]
 
 
+def test_key_means_in_the_models_type_take_half(nosa: Nosa, checkpoint: Path) -> None:
+    rows = []
+    for more in ([], ["--key-means-dtype", "model"]):
+        done = nosa(
+            "bench", "decode", "--model-shape", checkpoint, *SIZES, *BUDGETS, *KERNEL, "--misses", "1", "--dtype",
+            "bfloat16", "--no-parts", "--json", *more,
+        )  # fmt: skip
+        assert done.status == 0, done.err
+        rows += done.document["rows"]
+    assert rows[0]["sequence_key_mean_bytes"] == 2 * rows[1]["sequence_key_mean_bytes"] > 0
+    assert rows[0]["device_context_bytes"] > rows[1]["device_context_bytes"]
+
+
 def test_a_peer_runs_by_the_same_command(nosa: Nosa, checkpoint: Path) -> None:
     pytest.importorskip("transformers")
     done = nosa(
@@ -67,6 +81,8 @@ def test_a_peer_runs_by_the_same_command(nosa: Nosa, checkpoint: Path) -> None:
         (["--model-shape", "nosa-1b", "--model", "smollm2-135m"], "give --model"),
         (["--model-shape", "nosa-1b", "--misses", "some"], "--misses 'some'"),
         (["--model-shape", "nosa-1b", "--misses", "2", "--trace", "x"], "at most one"),
+        (["--model-shape", "nosa-1b", "--context", "99", "--trace", "x"], "--trace fixes the contexts"),
+        (["--model-shape", "nosa-1b", "--device", "cpu", "--key-means-dtype", "half"], "key_means_dtype='half'"),
         (["--model-shape", "nosa-1b", "--peer", "hf"], "--peer 'hf'"),
         (["--model-shape", "nosa-1b", "--out", "rows.csv"], "must end in .json or .parquet"),
         (["--model-shape", "nosa-9b"], "unknown model shape"),

@@ -111,16 +111,16 @@ def eviction(v: np.ndarray, a: np.ndarray, delta: np.ndarray, head: str) -> np.n
 
 
 def choose(
-    q: np.ndarray, k: np.ndarray, beta: np.ndarray, cfg: SparseConfig, method: str
+    q: np.ndarray, k: np.ndarray, beta: np.ndarray, cfg: SparseConfig, method: str, stored=np.asarray
 ) -> tuple[list[int], list[float], np.ndarray]:
     """Block ids for one query whose context is exactly ``k`` [token, dim]; q [group, dim], beta [token].
 
-    Also returns the pooled betas per block and the stage-1 scores per window.
+    Also returns the pooled betas per block and the stage-1 scores per window. ``stored`` rounds a mean as it is kept.
     """
     length, dim = k.shape
     n_blocks = math.ceil(length / cfg.block_size)
     starts = range(0, length - cfg.kernel_size + 1, cfg.kernel_stride)
-    key_means = [k[s : s + cfg.kernel_size].mean(0) for s in starts]
+    key_means = [stored(k[s : s + cfg.kernel_size].mean(0)) for s in starts]
     beta_means = [float(beta[s : s + cfg.kernel_size].mean()) for s in starts]
     scores = np.zeros(len(key_means))
     if key_means:

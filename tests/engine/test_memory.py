@@ -20,9 +20,11 @@ from tests.engine.helpers import NAN, SMALL, TINY, tiny_model
 PLACES = [("nosa", True), ("nosa", False), ("infllmv2", False), ("full", False)]
 
 
-def make_memory(method: str = "nosa", *, offload: bool = True, n_slots: int = 7, dtype: str = "float64") -> Memory:
+def make_memory(
+    method: str = "nosa", *, offload: bool = True, n_slots: int = 7, dtype: str = "float64", **options
+) -> Memory:
     model = tiny_model(dtype=dtype)
-    return Memory(model, SMALL, get_method(method), n_slots=n_slots, offload=offload, poison=NAN)
+    return Memory(model, SMALL, get_method(method), n_slots=n_slots, offload=offload, poison=NAN, **options)
 
 
 def every_tensor(memory: Memory) -> dict[str, list[torch.Tensor]]:
@@ -42,13 +44,21 @@ def every_tensor(memory: Memory) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 170])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("means", ["float32", "model"])
 @pytest.mark.parametrize(("method", "offload"), PLACES)
-def test_what_is_planned_is_what_is_allocated(method: str, offload: bool, dtype: str, tokens: int) -> None:
-    memory = make_memory(method, offload=offload, dtype=dtype)
+def test_what_is_planned_is_what_is_allocated(method: str, offload: bool, means: str, dtype: str, tokens: int) -> None:
+    memory = make_memory(method, offload=offload, dtype=dtype, key_means_dtype=means)
     memory.preallocate(3, tokens)
     shape = dataclasses.replace(TINY, dtype=dtype)
     planned = required_bytes(
-        shape, SMALL, get_method(method), n_slots=7, offload=offload, lanes=3, tokens_a_lane=tokens
+        shape,
+        SMALL,
+        get_method(method),
+        n_slots=7,
+        offload=offload,
+        lanes=3,
+        tokens_a_lane=tokens,
+        key_means_dtype=means,
     )
     found = {name: sum(t.numel() * t.element_size() for t in list_) for name, list_ in every_tensor(memory).items()}
     assert planned == found == memory.allocated_bytes()

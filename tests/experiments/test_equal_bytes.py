@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nosa_sys.engine.memory_plan import required_bytes
+from nosa_sys.errors import ConfigError
 from nosa_sys.experiments.equal_bytes import (
     equal_batch,
     equal_bytes_row,
@@ -51,6 +52,29 @@ def test_it_agrees_with_what_an_engine_takes() -> None:
     heads, ring_bytes, slot_betas = 64, 32 * 128 * 2, 80 * 64 * 4
     assert kept.kv_bytes == taken["device_slot_bytes"]
     assert kept.key_mean_bytes + kept.beta_bytes == taken["device_context_bytes"] + heads * (slot_betas - ring_bytes)
+
+
+def test_key_means_in_bf16_take_half_and_betas_stay() -> None:
+    sizes = {"slots": 80, "context": K16, "offload": True}
+    wide = kept_bytes(SHAPE, SPARSE, "nosa", **sizes)
+    narrow = kept_bytes(SHAPE, SPARSE, "nosa", **sizes, key_means_dtype="model")
+    assert narrow.key_mean_bytes == 64 * 1023 * 128 * 2 == wide.key_mean_bytes // 2
+    assert (narrow.kv_bytes, narrow.beta_bytes) == (wide.kv_bytes, wide.beta_bytes)
+    taken = required_bytes(
+        SHAPE,
+        SPARSE,
+        get_method("nosa"),
+        n_slots=80,
+        offload=True,
+        lanes=1,
+        tokens_a_lane=K16,
+        key_means_dtype="model",
+    )
+    assert narrow.key_mean_bytes + narrow.beta_bytes == taken["device_context_bytes"] + 64 * (
+        80 * 64 * 4 - 32 * 128 * 2
+    )
+    with pytest.raises(ConfigError, match="key_means_dtype='half' must be one of float32, model"):
+        kept_bytes(SHAPE, SPARSE, "nosa", **sizes, key_means_dtype="half")
 
 
 @pytest.mark.parametrize(
