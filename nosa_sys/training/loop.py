@@ -118,7 +118,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.model.base.device)
         with (self.directory / LOSS_LOG).open("a", encoding="utf-8") as log:
             while self.step < settings.steps:
-                row = self._train_step()
+                row = self.train_step()
                 if self.step % settings.evaluate_every == 0 or self.step == settings.steps:
                     row["held_out_loss"] = self.held_out_loss()
                 log.write(json.dumps(row) + "\n")
@@ -132,7 +132,8 @@ class Trainer:
                     break
         return self._finish(time.monotonic() - start_s)
 
-    def _train_step(self) -> dict[str, Any]:
+    def train_step(self) -> dict[str, Any]:
+        """One step; returns its row of the loss log."""
         settings, start_s = self.settings, time.perf_counter()
         share = learning_rate_share(self.step, settings)
         losses = []
