@@ -4,8 +4,10 @@
     python -m nosa_sys.experiments.nosi_bench --out DIR --shape tiny --device cpu   (dry run: the same code, no figures)
 
 One model of random weights and one arena of pinned memory serve all stages. Each stage leaves STAGE.parquet and
-STAGE.json with its raw rows and the machine's facts, also when it is stopped half-way. Figures are injected or measured
-as each row's ``status`` says; a cell that does not fit keeps a row that says why.
+STAGE.json with its raw rows and the machine's facts, also when it is stopped half-way; what a killed process had is in
+STAGE.jsonl, a row a line. No cell begins once a stage has taken --stage-seconds: `methods`, `prefill` and `crossover`
+are best run for one of --contexts at a time. Figures are injected or measured as each row's ``status`` says; a cell
+that does not fit keeps a row that says why.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from nosa_sys.experiments.decode_bench_request import make_arena, write_rows
 from nosa_sys.experiments.decode_bench_run import Workbench
 from nosa_sys.experiments.nosi_lab import Lab
 from nosa_sys.experiments.nosi_scale import SCALES
-from nosa_sys.experiments.nosi_schedules import schedules
+from nosa_sys.experiments.nosi_schedules import schedules, schedules_means
 from nosa_sys.experiments.nosi_stages import crossover, hot_buffer, methods, paper, peers, prefill, recorder
 from nosa_sys.models.random import random_model
 
 STAGES: dict[str, Callable[[Lab], None]] = {
     "schedules": schedules,
+    "schedules_means": schedules_means,
     "hot_buffer": hot_buffer,
     "methods": methods,
     "prefill": prefill,
@@ -57,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arena-gib", type=float, default=100.0, help="pinned host memory; 0 for none")
     parser.add_argument("--trace", action="append", default=[], metavar="METHOD=DIRECTORY")
     parser.add_argument("--contexts", help="tokens, comma separated, in place of the scale's own")
+    parser.add_argument("--stage-seconds", type=float, default=170.0, help="no cell of a stage begins after these")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     try:
@@ -71,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(json.dumps(head["rates"]), flush=True)
     failed = False
     for name in names:
-        failed |= not _run(lab, name, head)
+        failed |= not _run(lab, name, head, options.stage_seconds)
     return int(failed)
 
 
@@ -103,10 +107,12 @@ def _lab(options: argparse.Namespace) -> Lab:
     )
 
 
-def _run(lab: Lab, name: str, head: dict[str, Any]) -> bool:
+def _run(lab: Lab, name: str, head: dict[str, Any], limit_s: float) -> bool:
     """One stage; its rows are written whatever happens. False where it broke off."""
-    lab.rows = []
-    start = time.perf_counter()
+    lab.rows, lab.journal = [], lab.out / f"{name}.jsonl"
+    lab.journal.unlink(missing_ok=True)
+    start = time.monotonic()
+    lab.ends_at_s = start + limit_s
     error = ""
     try:
         STAGES[name](lab)
@@ -115,11 +121,12 @@ def _run(lab: Lab, name: str, head: dict[str, Any]) -> bool:
         print(f"{name}: broke off: {error}", file=sys.stderr, flush=True)
         traceback.print_exc()
     finally:
-        wall_s = time.perf_counter() - start
+        wall_s = time.monotonic() - start
         if lab.rows:
             write_rows(lab.out / f"{name}.parquet", lab.rows)
         document = {**head, "stage": name, "wall_s": wall_s, "error": error, "rows": lab.rows}
         (lab.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        lab.journal.unlink(missing_ok=True)
         print(f"{name}: {len(lab.rows)} rows in {wall_s:.0f} s", flush=True)
     return not error
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ _GPU_RESERVE_BYTES = 6 * 2**30
 @dataclass
 class Lab:
     """``traces``: method -> trace directory. ``schedule`` is the one that stages use which do not compare schedules.
-    ``gpu_bytes`` and ``host_bytes``: memory that batches may take, weights not counted."""
+    ``gpu_bytes`` and ``host_bytes``: memory that batches may take, weights not counted. ``journal``: where every row
+    goes as a line of JSON the moment it is known; no cell begins after ``ends_at_s`` (time.monotonic)."""
 
     bench: Workbench
     scale: Scale
@@ -37,6 +40,8 @@ class Lab:
     seed: int = 0
     traces: dict[str, Path] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    journal: Path | None = None
+    ends_at_s: float = math.inf
 
     @property
     def gpu_bytes(self) -> float:
@@ -96,18 +101,41 @@ class Lab:
         return dataclasses.replace(cell, injection=self.inject(method, cell.contexts, [segment], [misses], reuse))
 
     def measured(
-        self, stage: str, cell: DecodeCell, segment: Segment, *, parts: bool = False, **more: Any
+        self,
+        stage: str,
+        cell: DecodeCell,
+        segment: Segment,
+        *,
+        parts: bool = False,
+        beside: Mapping[str, dict[str, Any] | None] | None = None,
+        **more: Any,
     ) -> dict[str, Any]:
-        """Measure one cell and keep its row, or the reason why there is no figure."""
+        """Measure one cell and keep its row, or the reason why there is no figure.
+
+        ``beside``: column -> the row whose tokens/s this one's are divided by, where both have them.
+        """
+        row: dict[str, Any]
         try:
+            self.refuse_when_late()
             row = measure(self.bench, cell, [segment], parts=parts)[0]
         except (NosaError, RuntimeError) as error:
             row = base_row(self.bench, cell, segment) | {"skipped": " ".join(str(error).split())[:300]}
+        for name, other in (beside or {}).items():
+            if row.get("tokens_per_s") and other is not None and other.get("tokens_per_s"):
+                row[name] = row["tokens_per_s"] / other["tokens_per_s"]
         return self.keep({"stage": stage, **more, **row})
 
+    def refuse_when_late(self) -> None:
+        """NosaError once the stage's time is up."""
+        if time.monotonic() >= self.ends_at_s:
+            raise NosaError("the stage's time is up; run it alone, for fewer --contexts, or raise --stage-seconds")
+
     def keep(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add a row and print its line."""
+        """Add a row, here and in the journal, and print its line."""
         self.rows.append(row)
+        if self.journal is not None:
+            with self.journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
         print(line(row), flush=True)
         return row
 
@@ -136,16 +164,24 @@ class Lab:
         return max(1, min(largest, equal)), max(1, largest)
 
     def fitting_batch(
-        self, method: str, context: int, full_batch: int, *, slot_factor: float = 1.0, offload: bool = True
+        self,
+        method: str,
+        context: int,
+        full_batch: int,
+        *,
+        slot_factor: float = 1.0,
+        offload: bool = True,
+        key_means_dtype: str = "float32",
     ) -> tuple[int, str]:
         """(batch, what limits it) in the KV bytes of ``full_batch`` FullAttn sequences, as host memory allows."""
         shape, sparse = self.bench.model.shape, self.scale.sparse
         slots = math.ceil(slot_factor * sparse.topk - 1e-9)
-        kept = kept_bytes(shape, sparse, method, slots=slots, context=context, offload=offload)
+        sizes: dict[str, Any] = {"slots": slots, "context": context, "offload": offload}
+        sizes["key_means_dtype"] = key_means_dtype
+        kept = kept_bytes(shape, sparse, method, **sizes)
         wanted = equal_batch(full_batch, kept, full_kv_bytes(shape, sparse, context))
         fits, limit = largest_batch(
-            shape, sparse, method, slots=slots, context=context, offload=offload,
-            gpu_bytes=self.gpu_bytes, host_bytes=self.host_bytes,
+            shape, sparse, method, **sizes, gpu_bytes=self.gpu_bytes, host_bytes=self.host_bytes,
         ) if math.isfinite(self.gpu_bytes) else (wanted, "")  # fmt: skip
         return (wanted, f"KV bytes of {full_batch} FullAttn sequences") if wanted <= fits else (fits, limit)
 
@@ -159,7 +195,9 @@ def line(row: dict[str, Any]) -> str:
     figures = (
         ("tokens_per_s", "tok/s", 1), ("step_ms_median", "ms", 3), ("misses_per_head", "misses", 2),
         ("critical_ms", "critical ms", 3), ("over_critical", "x critical", 3), ("over_longer", "x longer part", 3),
-        ("over_serial", "x serial", 3), ("step_over_floor", "x floor", 2), ("ratio_to_full", "x full", 2),
+        ("over_longer_once", "x longer part, matrices read once", 3), ("over_serial", "x serial", 3),
+        ("step_over_floor", "x floor", 2), ("ratio_to_full", "x full", 2), ("ratio_to_infllmv2", "x infllmv2", 2),
+        ("ratio_to_transformers", "x transformers", 2),
         ("ttft_ms_mean", "ms to first token", 0), ("overhead_share", "overhead", 4),
     )  # fmt: skip
     return head + "  " + "  ".join(f"{row[k]:.{d}f} {name}" for k, name, d in figures if row.get(k) is not None)

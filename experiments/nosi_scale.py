@@ -15,7 +15,9 @@ class Scale:
     ``contexts`` in tokens, the first one the default; ``batch`` for the schedules; ``full_batch``: FullAttn sequences
     whose KV bytes the others may take. ``misses`` a head and step are those of the schedules; ``nosa_misses`` and
     ``infllmv2_misses`` and the share of them that a hot buffer saves (``*_reuse``) are what SmolLM2 with the trained
-    head showed at k = 32, times k / 32. ``schedule_steps`` and ``few_steps`` keep stages short.
+    head showed at k = 32, times k / 32. Among ``misses``, at 3.4 the copies of nosa-8b take as long as serial computes, at 5.5
+    as long as two_batch does; ``means_misses`` are those for key means in the model's type.
+    ``sweep_steps`` (schedules x misses), ``schedule_steps`` and ``few_steps`` keep stages short.
     """
 
     shape: ModelShape
@@ -25,11 +27,13 @@ class Scale:
     batch: int
     full_batch: int
     steps: int
+    sweep_steps: int
     schedule_steps: int
     few_steps: int
     warmup: int
     schedule_warmup: int
     misses: tuple[float, ...]
+    means_misses: tuple[float, ...]
     nosa_misses: float
     infllmv2_misses: float
     nosa_reuse: float
@@ -50,11 +54,13 @@ FULL = Scale(
     batch=64,
     full_batch=16,
     steps=256,
+    sweep_steps=64,
     schedule_steps=96,
     few_steps=48,
     warmup=24,
     schedule_warmup=6,
-    misses=(0.5, 2, 4, 8, 15),
+    misses=(0.5, 2, 3.4, 4, 5.5, 8, 15),
+    means_misses=(2, 3.4, 4, 5.5),
     nosa_misses=3.9,
     infllmv2_misses=7.3,
     nosa_reuse=0.77,
@@ -77,11 +83,13 @@ TINY = Scale(
     batch=4,
     full_batch=2,
     steps=4,
+    sweep_steps=3,
     schedule_steps=3,
     few_steps=2,
     warmup=1,
     schedule_warmup=1,
     misses=(0.5, 2),
+    means_misses=(2,),
     nosa_misses=1.0,
     infllmv2_misses=2.0,
     nosa_reuse=0.75,

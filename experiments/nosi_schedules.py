@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from nosa_sys.engine.injected_guesses import with_guesses
+from nosa_sys.engine.setup import CANDIDATES
 from nosa_sys.errors import NosaError
 from nosa_sys.experiments.critical_paths import CRITICAL_PATHS, Parts
 from nosa_sys.experiments.decode_bench import PHASES, measure, places, transfer_ms
@@ -22,42 +24,75 @@ _PART_WARMUP, _PART_STEPS = 2, 12
 
 def schedules(lab: Lab) -> None:
     """Rows of all schedules x miss rates; compute, transfer and phases are measured in the same run of this script."""
+    _sweep(lab, "schedules", tuple(CRITICAL_PATHS), lab.scale.misses, "float32")
+
+
+def schedules_means(lab: Lab) -> None:
+    """The same with compressed keys in the model's type, where compute and transfer are about equal."""
+    _sweep(lab, "schedules_means", ("serial", "split_merge", "two_batch"), lab.scale.means_misses, "model")
+
+
+def _sweep(lab: Lab, stage: str, names: Sequence[str], rates: Sequence[float], key_means_dtype: str) -> None:
     scale = lab.scale
     contexts = [scale.contexts[0]] * scale.batch
-    segments = [Segment(f"{m:g} misses", scale.schedule_warmup, scale.schedule_steps) for m in scale.misses]
+    segments = [Segment(f"{m:g} misses", scale.schedule_warmup, scale.sweep_steps) for m in rates]
     short = [Segment(s.name, min(_PART_WARMUP, s.warmup), min(_PART_STEPS, s.steps)) for s in segments]
     plain = DecodeCell(
         scale.sparse,
         slots=scale.sparse.topk,
         runner=lab.runner,
-        injection=lab.inject("nosa", contexts, segments, scale.misses),
+        injection=lab.inject("nosa", contexts, segments, rates),
+        key_means_dtype=key_means_dtype,
         seed=lab.seed,
     )
-    brief = dataclasses.replace(plain, injection=lab.inject("nosa", contexts, short, scale.misses))
+    brief = dataclasses.replace(plain, injection=lab.inject("nosa", contexts, short, rates))
     phases = _phases(lab, dataclasses.replace(brief, schedule="fused_kv"), short)
+    spans = [(first, s.steps) for s, first in places(short)]
+    n_short = sum(s.warmup + s.steps for s in short)
     transfers: dict[str, list[float]] = {}
-    serial_ms: dict[str, float] = {}
-    for name in CRITICAL_PATHS:
+    serial: dict[str, dict[str, Any]] = {}
+    for name in names:
         cell, own_brief = (_of_schedule(lab, c, name) for c in (plain, brief))
         try:
+            lab.refuse_when_late()
             rows = measure(lab.bench, cell, segments, parts=False)
             if rows[0].get("skipped"):
                 raise NosaError(rows[0]["skipped"])
-            spans = [(first, s.steps) for s, first in places(short)]
-            n_short = sum(s.warmup + s.steps for s in short)
             run = lab.bench.run(own_brief, n_short, skip_fetch=True)
             compute = [float(np.median(run.step_ms(*span))) for span in spans]
             source = name if name in ("serial", "prefetch") else "fused_kv"
             if source not in transfers:
                 transfers[source] = transfer_ms(lab.bench, _of_schedule(lab, brief, source), n_short, spans)
         except (NosaError, RuntimeError) as error:
-            lab.skip("schedules", str(error), schedule=name)
+            lab.skip(stage, " ".join(str(error).split())[:300], schedule=name, key_means_dtype=key_means_dtype)
             continue
         for row, compute_ms, copy_ms in zip(rows, compute, transfers[source], strict=True):
-            serial_ms.setdefault(row["segment"], row["step_ms_median"])
-            figures = _judged(lab, row, name, compute_ms, copy_ms, phases)
-            figures["over_serial"] = row["step_ms_median"] / serial_ms[row["segment"]]
-            lab.keep({"stage": "schedules", **row, **figures})
+            row |= _judged(lab, row, name, compute_ms, copy_ms, phases)
+            first = serial.setdefault(row["segment"], row)
+            row["over_serial"] = row["step_ms_median"] / first["step_ms_median"]
+            row["over_longer_once"] = row["step_ms_median"] / max(first["compute_ms"], copy_ms)
+            lab.keep({"stage": stage, **row})
+    _keep_best(lab, stage, key_means_dtype)
+
+
+def _keep_best(lab: Lab, stage: str, key_means_dtype: str) -> None:
+    """A row for every miss rate: the fastest of the schedules that auto tries, against the longer part of a step that
+    reads its matrices once, and against serial."""
+    names = ("schedule", "batch", "context", "status", "step_ms_median", "over_longer_once", "over_serial")
+    tried = [row for row in lab.rows if row.get("schedule") in CANDIDATES and not row["skipped"]]
+    for segment in dict.fromkeys(row["segment"] for row in tried):
+        best = min((row for row in tried if row["segment"] == segment), key=lambda row: row["step_ms_median"])
+        lab.keep(
+            {
+                "stage": stage,
+                "what": "fastest schedule",
+                "segment": segment,
+                "key_means_dtype": key_means_dtype,
+                **{name: best[name] for name in names},
+                "serial_over_fastest": 1 / best["over_serial"],
+                "skipped": None,
+            }
+        )
 
 
 def _of_schedule(lab: Lab, cell: DecodeCell, name: str) -> DecodeCell:

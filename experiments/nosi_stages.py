@@ -82,18 +82,24 @@ def methods(lab: Lab) -> None:
         if largest > full_batch:
             cell = lab.cell("full", largest, context, segment)
             lab.measured("methods", cell, segment, variant="paged, as many as fit")
-        best = lab.slot_factor
+        best, half = lab.slot_factor, {"key_means_dtype": "model"}
         plan: list[tuple[str, str, float, bool, Segment, dict[str, Any]]] = [
-            ("nosa", "1.0 k", 1.0, True, segment, {}),
-            ("nosa", f"{best:g} k", best, True, segment, {}),
             ("infllmv2", "1.0 k", 1.0, True, segment, {}),
+            ("nosa", "1.0 k", 1.0, True, segment, {}),
             ("infllmv2", f"{best:g} k", best, True, segment, {}),
+            ("nosa", f"{best:g} k", best, True, segment, {}),
+            ("infllmv2", f"{best:g} k, key means of the model's type", best, True, segment, half),
+            ("nosa", f"{best:g} k, key means of the model's type", best, True, segment, half),
             ("infllmv2", "resident", 1.0, False, segment, {"offload": False, "slots": None}),
             ("dma", "1.0 k", 1.0, True, segment, {}),
             ("nosa", "vanilla", 1.0, True, few, {"runner": "eager", "schedule": "serial"}),
         ]
+        rivals: dict[str, dict[str, Any]] = {}  # InfLLMv2 with the same slots and key means
         for method, variant, factor, offload, own, changes in plan:
-            batch, limit = lab.fitting_batch(method, context, full_batch, slot_factor=factor, offload=offload)
+            means = changes.get("key_means_dtype", "float32")
+            batch, limit = lab.fitting_batch(
+                method, context, full_batch, slot_factor=factor, offload=offload, key_means_dtype=means
+            )
             if batch < 1:
                 lab.skip("methods", f"not one sequence fits ({limit})", method=method, variant=variant, context=context)
                 continue
@@ -104,10 +110,12 @@ def methods(lab: Lab) -> None:
             cell = lab.cell(method, batch, context, own, misses=rate, reuse=reuse, slot_factor=factor, **changes)
             if cell.runner == "eager":  # it takes no sets: the random model selects
                 cell = dataclasses.replace(cell, injection=None)
-            row = lab.measured("methods", cell, own, variant=variant, batch_limited_by=limit, full_batch=full_batch)
-            if not row.get("skipped") and not floor.get("skipped"):
-                row["ratio_to_full"] = row["tokens_per_s"] / floor["tokens_per_s"]
-                print(f"  {row['ratio_to_full']:.2f} x FullAttn of batch {full_batch}", flush=True)
+            beside = {"ratio_to_full": floor, "ratio_to_infllmv2": rivals.get(variant) if method == "nosa" else None}
+            row = lab.measured(
+                "methods", cell, own, beside=beside, variant=variant, batch_limited_by=limit, full_batch=full_batch
+            )
+            if method == "infllmv2":
+                rivals[variant] = row
 
 
 def prefill(lab: Lab) -> None:
@@ -132,8 +140,8 @@ def paper(lab: Lab) -> None:
     segment = Segment("", scale.warmup, scale.schedule_steps)
     for method, misses in PAPER_CELLS:
         cell = lab.cell(method, scale.batch, scale.contexts[0], segment, misses=misses)
-        row = lab.measured("paper", cell, segment, variant=f"{misses:g} misses", parts=True)
-        row["published_tokens_per_s_h100"] = PUBLISHED[method]
+        published = {"published_tokens_per_s_h100": PUBLISHED[method]}
+        lab.measured("paper", cell, segment, variant=f"{misses:g} misses", parts=True, **published)
 
 
 def peers(lab: Lab) -> None:
@@ -142,14 +150,16 @@ def peers(lab: Lab) -> None:
     context = scale.contexts[0]
     peer = transformers_model(scale.peer_shape, device, lab.seed)
     runs: list[tuple[int, PeerCache]] = [(batch, "dynamic") for batch in scale.peer_batches]
+    found: dict[int, dict[str, Any]] = {}
     for batch, cache in [*runs, (scale.offloaded_peer_batch, "offloaded")]:
         steps = scale.peer_steps if cache == "dynamic" else min(4, scale.peer_steps)  # more than a second a step
         try:
+            lab.refuse_when_late()
             row = peer_row(
                 peer, scale.peer_shape, batch=batch, context=context, cache=cache, steps=steps,
                 warmup=min(2, steps), seed=lab.seed,
             )  # fmt: skip
-            lab.keep({"stage": "peers", **row})
+            found[batch] = lab.keep({"stage": "peers", **row})
         except NosaError as error:
             lab.skip("peers", str(error), what=f"transformers-{cache}", batch=batch, context=context)
     peer = None
@@ -161,7 +171,8 @@ def peers(lab: Lab) -> None:
     segment = Segment("", scale.warmup, scale.few_steps)
     for batch in (*scale.peer_batches, scale.offloaded_peer_batch):
         for method, misses in (("nosa", scale.nosa_misses), ("full", 0.0)):
-            own.measured("peers", own.cell(method, batch, context, segment, misses=misses), segment)
+            cell = own.cell(method, batch, context, segment, misses=misses)
+            own.measured("peers", cell, segment, beside={"ratio_to_transformers": found.get(batch)})
 
 
 def crossover(lab: Lab) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RUNNERS = ("graph", "kernels", "eager")
 AUTO = "auto"
 _MOST_LANES = 2**16
-_CANDIDATES = ("fused_kv", "split_merge", "two_batch")
+CANDIDATES = ("fused_kv", "split_merge", "two_batch")
 
 
 def resolve_slots(slots: int | None, sparse: SparseConfig, *, offload: bool, runner: str) -> int:
@@ -187,7 +187,7 @@ def make_runner(
 
     names: tuple[str, ...] = (schedule,)
     if schedule == AUTO:
-        names = _CANDIDATES if memory.offload else _CANDIDATES[:1]
+        names = CANDIDATES if memory.offload else CANDIDATES[:1]
     schedules = [_step_schedule(name) for name in names]
     if fetch_only and injection is None:
         raise ConfigError("fetch_only needs injected selections: without attention nothing tells what to select")

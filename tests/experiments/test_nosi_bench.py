@@ -11,6 +11,7 @@ import torch
 
 from nosa_sys.experiments.critical_paths import CRITICAL_PATHS
 from nosa_sys.experiments.nosi_bench import STAGES, main
+from nosa_sys.experiments.nosi_lab import Lab
 from nosa_sys.experiments.nosi_scale import TINY
 from nosa_sys.experiments.nosi_schedules import parts_of
 from tests.traces.synthetic import make_trace
@@ -33,9 +34,68 @@ def test_a_stage_runs_dry(stage: str, tmp_path: Path) -> None:
     assert rows
     for row in rows:
         assert not row["skipped"], row["skipped"]
-    if stage == "schedules":
-        assert {r["schedule"] for r in rows} == set(CRITICAL_PATHS)
-        assert all(r["critical_ms"] >= max(r["compute_ms"], r["transfer_ms"]) - 1e-9 for r in rows)  # type: ignore[operator]
+    assert not (tmp_path / f"{stage}.jsonl").exists()
+    if stage.startswith("schedules"):
+        steps = [r for r in rows if r["what"] == "nosa-sys"]
+        check_schedules(steps, [r for r in rows if r["what"] == "fastest schedule"], model=stage != "schedules")
+        assert all(r["critical_ms"] >= max(r["compute_ms"], r["transfer_ms"]) - 1e-9 for r in steps)  # type: ignore[operator]
+    if stage == "methods":
+        check_methods(rows)
+
+
+def check_schedules(steps: list[dict], fastest: list[dict], *, model: bool) -> None:
+    names = {"serial", "split_merge", "two_batch"} if model else set(CRITICAL_PATHS)
+    rates = TINY.means_misses if model else TINY.misses
+    assert {(r["schedule"], r["segment"]) for r in steps} == {(n, f"{m:g} misses") for n in names for m in rates}
+    assert {r["key_means_dtype"] for r in steps + fastest} == {"model" if model else "float32"}
+    assert [r["segment"] for r in fastest] == [f"{m:g} misses" for m in rates]
+    for row in fastest:
+        own = {r["schedule"]: r for r in steps if r["segment"] == row["segment"]}
+        tried = [own[n]["step_ms_median"] for n in own if n not in ("serial", "prefetch")]
+        assert row["step_ms_median"] == min(tried)
+        assert row["serial_over_fastest"] == pytest.approx(own["serial"]["step_ms_median"] / min(tried))
+        longer = max(own["serial"]["compute_ms"], own[row["schedule"]]["transfer_ms"])
+        assert row["over_longer_once"] == pytest.approx(min(tried) / longer)
+
+
+def check_methods(rows: list[dict]) -> None:
+    """The bytes of key means in the model's type hold at least as many sequences; ratios are to rows of this stage."""
+    for context in TINY.contexts:
+        own = {(r["method"], r["variant"]): r for r in rows if r["context"] == context}
+        for method in ("nosa", "infllmv2"):
+            wide, narrow = own[method, "1.25 k"], own[method, "1.25 k, key means of the model's type"]
+            assert (wide["key_means_dtype"], narrow["key_means_dtype"]) == ("float32", "model")
+            assert narrow["batch"] >= wide["batch"]
+        full = own["full", "paged"]["tokens_per_s"]
+        for variant in ("1.0 k", "1.25 k", "1.25 k, key means of the model's type"):
+            row, rival = own["nosa", variant], own["infllmv2", variant]
+            assert row["ratio_to_full"] == pytest.approx(row["tokens_per_s"] / full)
+            assert row["ratio_to_infllmv2"] == pytest.approx(row["tokens_per_s"] / rival["tokens_per_s"])
+
+
+def test_rows_are_in_the_journal_before_the_stage_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed in its second cell leaves the first one's row."""
+    seen, keep = [], Lab.keep
+
+    def killed(lab: Lab, row: dict) -> dict:
+        keep(lab, row)
+        assert lab.journal is not None
+        seen.append([json.loads(line) for line in lab.journal.read_text().splitlines()])
+        return row
+
+    monkeypatch.setattr(Lab, "keep", killed)
+    assert main([*DRY, "--out", str(tmp_path), "--stages", "crossover"]) == 0
+    rows = rows_of(tmp_path, "crossover")
+    assert [len(lines) for lines in seen] == list(range(1, len(rows) + 1))
+    assert seen[-1] == rows
+
+
+def test_no_cell_begins_once_the_time_is_up(tmp_path: Path) -> None:
+    assert main([*DRY, "--out", str(tmp_path), "--stages", "schedules,crossover", "--stage-seconds", "0"]) == 0
+    for stage in ("schedules", "crossover"):
+        rows = rows_of(tmp_path, stage)
+        assert rows
+        assert all("time is up" in str(row["skipped"]) for row in rows)
 
 
 def test_the_hot_buffer_plays_a_trace(tmp_path: Path) -> None:
@@ -56,6 +116,9 @@ def test_peers_run_on_the_same_shape(tmp_path: Path) -> None:
     assert main([*DRY, "--out", str(tmp_path), "--stages", "peers"]) == 0
     rows = rows_of(tmp_path, "peers")
     assert {row["what"] for row in rows if not row["skipped"]} == {"transformers-dynamic", "nosa-sys"}
+    peer = next(row for row in rows if row["what"] == "transformers-dynamic")
+    own = next(row for row in rows if row["what"] == "nosa-sys" and row["batch"] == peer["batch"])
+    assert own["ratio_to_transformers"] == pytest.approx(own["tokens_per_s"] / peer["tokens_per_s"])  # type: ignore[operator]
     assert [row["skipped"] for row in rows if row["what"] == "transformers-offloaded"] != [None]
 
 
