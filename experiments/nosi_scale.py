@@ -15,8 +15,8 @@ class Scale:
     ``contexts`` in tokens, the first one the default; ``batch`` for the schedules; ``full_batch``: FullAttn sequences
     whose KV bytes the others may take. ``misses`` a head and step are those of the schedules; ``nosa_misses`` and
     ``infllmv2_misses`` and the share of them that a hot buffer saves (``*_reuse``) are what SmolLM2 with the trained
-    head showed at k = 32, times k / 32. Among ``misses``, at 3.4 the copies of nosa-8b take as long as serial computes, at 5.5
-    as long as two_batch does; ``means_misses`` are those for key means in the model's type.
+    head showed at k = 32, times k / 32. Among ``misses``, at 3.4 the copies of nosa-8b take as long as
+    serial computes, at 5.5 as long as two_batch does; ``means_misses`` are those for key means in the model's type.
     ``sweep_steps`` (schedules x misses), ``schedule_steps`` and ``few_steps`` keep stages short.
     """
 

@@ -140,8 +140,14 @@ def paper(lab: Lab) -> None:
     segment = Segment("", scale.warmup, scale.schedule_steps)
     for method, misses in PAPER_CELLS:
         cell = lab.cell(method, scale.batch, scale.contexts[0], segment, misses=misses)
-        published = {"published_tokens_per_s_h100": PUBLISHED[method]}
-        lab.measured("paper", cell, segment, variant=f"{misses:g} misses", parts=True, **published)
+        lab.measured(
+            "paper",
+            cell,
+            segment,
+            variant=f"{misses:g} misses",
+            parts=True,
+            published_tokens_per_s_h100=PUBLISHED[method],
+        )
 
 
 def peers(lab: Lab) -> None:
