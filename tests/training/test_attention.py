@@ -191,7 +191,7 @@ def test_on_a_gpu_values_and_gradients(name: str, dtype: torch.dtype) -> None:
     results = []
     for device in ("cpu", "cuda"):
         kinds = [torch.float64] * 4 if device == "cpu" else [dtype] * 3 + [torch.float32]
-        leaves = [x.to(device, kind).requires_grad_() for x, kind in zip(whole, kinds, strict=True)]
+        leaves = [x.to(device, kind, copy=True).requires_grad_() for x, kind in zip(whole, kinds, strict=True)]
         way = "sdpa" if device == "cpu" else name
         out = attend(way, *leaves[:3], leaves[3], ids.to(device), 64)
         out.float().square().sum().backward()
