@@ -44,12 +44,13 @@ def block_uses(rows: SelectionRows) -> BlockUses:
     rows = rows.take(streams.order)
     row = rows.row_of_entry
     stream, time = streams.stream[row], streams.time[row]
-    span = int(rows.block_ids.max(initial=0)) + 1
-    key = stream * span + rows.block_ids
-    order = np.argsort(key, kind="stable")  # entries are in time order within a stream, and stay so within a block
+    # entries are in time order within a stream, and stay so within a block
+    order = _stable_order(rows.block_ids)
+    order = order[_stable_order(stream[order])]
     n_entries = len(order)
     same = np.zeros(n_entries + 1, dtype=np.bool_)
-    same[1:-1] = key[order][1:] == key[order][:-1]
+    by_stream, by_id = stream[order], rows.block_ids[order]
+    same[1:-1] = (by_stream[1:] == by_stream[:-1]) & (by_id[1:] == by_id[:-1])
     previous, following = np.full(n_entries, -1, dtype=np.int64), np.full(n_entries, NEVER)
     later, earlier = order[1:][same[1:-1]], order[:-1][same[1:-1]]
     previous[later], following[earlier] = time[earlier], time[later]
@@ -58,6 +59,11 @@ def block_uses(rows: SelectionRows) -> BlockUses:
     begins = order[~same[:-1]]
     first_block = np.searchsorted(stream[begins], np.arange(streams.n_streams + 1))
     return BlockUses(rows, streams, row, block, previous, following, first_block, rows.block_ids[begins])
+
+
+def _stable_order(values: np.ndarray) -> np.ndarray:
+    """Stable argsort of whole numbers >= 0; what fits 16 bits is sorted by radix, several times as fast."""
+    return np.argsort(values.astype(np.uint16) if values.max(initial=0) < 2**16 else values, kind="stable")
 
 
 def overlap_with_previous(uses: BlockUses) -> np.ndarray:

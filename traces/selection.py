@@ -114,13 +114,26 @@ def _select_sparse(
             raise ValueError(f"method {method.name} selects by {name}, which was not given")
         values = values[:, :width]
         _refuse_nan(values, candidate, row_numbers, name)
-        # NaN sorts behind everything, so it keeps non-candidates behind candidates that score -inf
-        keys = np.where(candidate & (grid < 0), -values, np.nan)
-        best = np.argsort(keys, axis=1, kind="stable")[:, :amount]
-        np.put_along_axis(grid, best, np.int8(origin), axis=1)
+        grid[_best(values, candidate & (grid < 0), amount)] = origin
     chosen = grid >= 0
     block_ids = np.nonzero(chosen)[1].reshape(len(grid), cfg.topk).astype(np.int32)
     return block_ids, grid[chosen].reshape(len(grid), cfg.topk)
+
+
+def _best(values: np.ndarray, allowed: np.ndarray, amount: int) -> np.ndarray:
+    """bool ``[row, block]``: the ``amount`` highest allowed values of each row, ties to the lower index.
+
+    The same as the first of a stable sort, but without sorting: all above the last value that is taken, then of those
+    equal to it the lowest indices.
+    """
+    # NaN goes behind everything, so it keeps blocks that are not allowed behind allowed ones that score -inf
+    keys = np.where(allowed, -values, np.nan)
+    last = np.partition(keys, amount - 1, axis=1)[:, amount - 1 : amount]
+    chosen, tied = keys < last, keys == last
+    room = amount - chosen.sum(axis=1)
+    crowded = np.flatnonzero(tied.sum(axis=1) > room)
+    tied[crowded] &= np.cumsum(tied[crowded], axis=1) <= room[crowded, None]
+    return chosen | tied
 
 
 def _refuse_nan(values: np.ndarray, candidate: np.ndarray, row_numbers: np.ndarray, name: str) -> None:
