@@ -34,7 +34,7 @@ def command(
     only: Annotated[str | None, typer.Option("--only", help="Runs to do, by name, comma separated.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Only runs of this seed.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Another number of steps for every run.")] = None,
-    attention: Annotated[str | None, typer.Option("--attention", help="sdpa or flex, for every run.")] = None,
+    attention: Annotated[str | None, typer.Option("--attention", help="sdpa, flex or triton, for every run.")] = None,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of torch.")] = None,
     stop_after: Annotated[

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.compressed_keys.reference import window_means
+from nosa_sys.kernels.launch import interpreting, use_triton
 from nosa_sys.kernels.prefill_attention import queue_selection
 from nosa_sys.methods import Method
 from nosa_sys.sparse_config import SparseConfig
@@ -212,4 +213,16 @@ def flex_mask(member: Tensor, block_size: int) -> Any:
     )
 
 
-ATTENTIONS: dict[str, Attention] = dict(zip(ATTENTION_NAMES, (_sdpa, _flex), strict=True))
+def _triton(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, block_ids: Tensor | None, block_size: int) -> Tensor:
+    """Kernels of our own, on a GPU or in Triton's interpreter; plain causal attention is torch's own."""
+    if block_ids is None and beta is None:
+        return _sdpa(q, k, v, beta, block_ids, block_size)
+    if not (use_triton(q, k, v) or interpreting()):
+        raise ConfigError("attention triton needs a GPU and a type other than float64; use attention sdpa")
+    from nosa_sys.training.attention_triton import block_attention
+
+    member = None if block_ids is None else membership(block_ids, -(-q.shape[0] // block_size))
+    return block_attention(q, k, v, beta, member, block_size)
+
+
+ATTENTIONS: dict[str, Attention] = dict(zip(ATTENTION_NAMES, (_sdpa, _flex, _triton), strict=True))

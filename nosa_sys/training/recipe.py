@@ -17,7 +17,7 @@ from nosa_sys.sparse_config import SparseConfig
 T = TypeVar("T")
 SCHEDULES = ("cosine", "constant")
 TRAINED = ("head", "all", "low_rank")
-ATTENTION_NAMES = ("sdpa", "flex")
+ATTENTION_NAMES = ("sdpa", "flex", "triton")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 

@@ -88,7 +88,7 @@ def test_a_token_pack_serves_as_texts(nosa: Nosa, recipe: Path, texts: Path, tmp
     [
         (["--only", "nosa"], "no run 'nosa'; known: head, dense"),
         (["--seed", "5"], "the recipe has seeds 0"),
-        (["--attention", "flash"], "attention='flash' must be one of sdpa, flex"),
+        (["--attention", "flash"], "attention='flash' must be one of sdpa, flex, triton"),
         (["--texts", "/no/texts"], "no such folder"),
         (["--resume", "--overwrite"], "give only one"),
     ],

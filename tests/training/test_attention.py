@@ -177,10 +177,10 @@ def test_flex_tiles_cover_exactly_what_is_seen(n_tokens: int, block_size: int) -
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("name", ["sdpa", "flex"])
+@pytest.mark.parametrize("name", ["sdpa", "flex", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_values_and_gradients(name: str, dtype: torch.dtype) -> None:
-    """Both forms on CUDA against the float64 form on the CPU. 64 channels: smaller heads are no real size there."""
+    """Every form on CUDA against the float64 form on the CPU. 64 channels: smaller heads are no real size there."""
     rng = torch.Generator().manual_seed(0)
     cfg = SparseConfig(topk=6, init_blocks=1, window_size=64, select_blocks=2)
     n_tokens = 1024
@@ -206,7 +206,7 @@ def test_on_a_gpu_values_and_gradients(name: str, dtype: torch.dtype) -> None:
 
 def test_unknown_names_and_odd_blocks_are_refused() -> None:
     q, k, v, beta = inputs(n_tokens=4)
-    with pytest.raises(ConfigError, match="'flash' must be one of sdpa, flex"):
+    with pytest.raises(ConfigError, match="'flash' must be one of sdpa, flex, triton"):
         attend("flash", q, k, v, beta, None, 16)
     with pytest.raises(ConfigError, match="use attention sdpa"):
         flex_mask(torch.ones(1, 4, 1, dtype=torch.bool), 48)

@@ -195,7 +195,7 @@ def test_bfloat16_autocast_keeps_heads_in_float32() -> None:
     ("options", "message"),
     [
         ({"trained": "some"}, "must be one of head, all"),
-        ({"attention": "none"}, "must be one of sdpa, flex"),
+        ({"attention": "none"}, "must be one of sdpa, flex, triton"),
         ({"trained": "low_rank", "rank": 0}, "rank=0 must be >= 1"),
         ({"method": "infllmv2"}, "no head to train"),
     ],

@@ -1,0 +1,87 @@
+"""Kernels of the training attention: values and gradients in the interpreter, compilation for sm_90, tile lists."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nosa_sys.errors import ConfigError
+from nosa_sys.kernels.aot import SHARED_MEMORY_LIMIT_BYTES, AotSpec, compile_for_sm90
+from nosa_sys.training.attention import attend
+from nosa_sys.training.attention_triton import AOT_SPECS, tile_lists
+from tests.kernels.test_aot_sm90 import _spilled_bytes
+
+
+def test_values_and_gradients_in_the_interpreter() -> None:
+    """Against torch's attention in float64: output, then the gradients of q, k, v and beta."""
+    runner = Path(__file__).with_name("run_attention_kernels.py")
+    command = [sys.executable, str(runner)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    cases: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(cases) == 8
+    for case in cases:
+        assert len(case["errors"]) == (4 if case["case"] == "infllmv2" else 5), case
+        assert max(case["errors"]) < 2e-6, case
+
+
+@pytest.mark.parametrize("spec", [pytest.param(spec, id=spec.name) for spec in AOT_SPECS])
+def test_kernels_compile_for_sm90_without_spills(spec: AotSpec) -> None:
+    compiled = compile_for_sm90(spec)
+    assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT_BYTES
+    assert _spilled_bytes(compiled.asm["cubin"]) == 0
+    assert ("wgmma" in compiled.asm["ptx"]) == ("fp32" not in spec.name)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 64, 150, 300])
+@pytest.mark.parametrize(("block_size", "rows", "cols"), [(16, 32, 64), (64, 64, 32), (48, 32, 64), (64, 128, 64)])
+def test_tile_lists_hold_exactly_the_tiles_that_are_seen(n_tokens: int, block_size: int, rows: int, cols: int) -> None:
+    """By tokens: a tile is walked when a query of it selected the block of a key of it, at or before the query's tile
+    end; every tile with a pair that is seen is walked, from either side."""
+    rng = torch.Generator().manual_seed(n_tokens)
+    n_blocks = -(-n_tokens // block_size)
+    member = torch.rand(2, n_tokens, n_blocks, generator=rng) < 0.2
+    current = torch.arange(n_tokens) // block_size
+    member &= torch.arange(n_blocks) <= current[:, None]
+    member[:, torch.arange(n_tokens), current] = True
+    lists = tile_lists(member, block_size, rows, cols)
+    assert torch.equal(lists.member.bool(), member.transpose(1, 2))
+    seen = member.repeat_interleave(block_size, 2)[..., :n_tokens] & torch.ones(n_tokens, n_tokens).tril().bool()
+    for head in range(2):
+        by_rows = {
+            (tile, int(column))
+            for tile, count in enumerate(lists.row_counts[head].tolist())
+            for column in lists.row_tiles[head, tile, :count]
+        }
+        by_columns = {
+            (int(row), tile)
+            for tile, count in enumerate(lists.column_counts[head].tolist())
+            for row in lists.column_tiles[head, tile, :count]
+        }
+        assert by_rows == by_columns
+        queries, keys = seen[head].nonzero(as_tuple=True)
+        needed = set(zip((queries // rows).tolist(), (keys // cols).tolist(), strict=True))
+        assert needed <= by_rows
+        chosen = member[head].repeat_interleave(block_size, 1).nonzero().tolist()
+        assert by_rows <= {(query // rows, key // cols) for query, key in chosen}
+        assert all(column * cols < (row + 1) * rows for row, column in by_rows)
+
+
+def test_lists_are_contiguous_as_the_kernels_read_them() -> None:
+    lists = tile_lists(torch.ones(2, 96, 6, dtype=torch.bool), 16, 32, 32)
+    assert all(part.is_contiguous() for part in lists)
+
+
+def test_a_cpu_without_interpreter_is_refused() -> None:
+    x = torch.zeros(4, 1, 8)
+    with pytest.raises(ConfigError, match="attention triton needs a GPU"):
+        attend("triton", x, x, x, torch.zeros(4, 1), None, 16)
