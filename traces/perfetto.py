@@ -33,6 +33,24 @@ def counter(name: str, time_us: float, values: Mapping[str, float]) -> dict[str,
     return {"name": name, "ph": "C", "ts": time_us, "pid": 1, "args": dict(values)}
 
 
+def side_by_side(groups: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Events of several timelines in one, each under a process of its own that bears its name.
+
+    Identities are numbered anew: a viewer joins async spans of equal category and identity across processes.
+    """
+    found: list[dict[str, Any]] = []
+    numbers: dict[tuple[int, Any, Any], int] = {}
+    for process, (name, events) in enumerate(groups.items(), start=1):
+        found.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
+        for event in events:
+            moved = {**event, "pid": process}
+            if "id" in event:
+                key = (process, event.get("cat"), event["id"])
+                moved["id"] = numbers.setdefault(key, len(numbers) + 1)
+            found.append(moved)
+    return found
+
+
 def write_timeline_file(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
     """Write the events as ``{"traceEvents": [...]}``, gzipped, whole or not at all, the same bytes for the same events.
 
