@@ -130,7 +130,7 @@ def _rows(
             try:
                 if isinstance(run, NosaError):
                     raise run
-                rows[index] |= compare(run, simulate(run.trace, hardware=profile, schedule=SCHEDULE))
+                rows[index] |= compare(run, simulate(run.trace, hardware=profile, schedule=SCHEDULE, extrapolate=True))
             except NosaError as error:
                 rows[index]["failed"] = str(error)
     return rows

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nosa_sys.errors import ConfigError
-
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+from nosa_sys.kv_format import DTYPE_BYTES as DTYPE_BYTES
+from nosa_sys.kv_format import KvFormat
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class ModelShape:
         return DTYPE_BYTES[self.dtype]
 
     def kv_block_bytes(self, block_size: int, dtype: str | None = None) -> int:
-        """Bytes of one KV block of one head, K and V: 2 * block * D * e."""
-        return 2 * block_size * self.head_dim * DTYPE_BYTES[dtype or self.dtype]
+        """Bytes of one KV block of one head, K and V: 2 * block * D * e; ``dtype``: any `KvFormat`, as int4:64."""
+        return KvFormat.parse(dtype or self.dtype).block_bytes(block_size, self.head_dim)
 
     @property
     def layer_params(self) -> int:

@@ -13,8 +13,9 @@ import numpy as np
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.hardware import HardwareProfile
+from nosa_sys.simulator.host_storage import HostStorage
 from nosa_sys.simulator.invariants import require
-from nosa_sys.simulator.step_times import AttentionSplit, Floats, Ints, Speculation, StepCosts
+from nosa_sys.simulator.step_times import AttentionSplit, Conversion, Floats, Ints, Speculation, StepCosts
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import LayerStepMisses
 
@@ -28,7 +29,8 @@ _BYTES_PER_US = 1e3  # of one GB/s
 class CostModel:
     """Costs of one model under one sparse configuration on one machine.
 
-    ``host_block_bytes`` is what a missed block moves, ``device_block_bytes`` what attention reads of one.
+    ``host_block_bytes`` is what a missed block moves, ``device_block_bytes`` what attention reads of one; ``storage``
+    is how the host keeps them where that is another format.
     """
 
     hardware: HardwareProfile
@@ -37,6 +39,7 @@ class CostModel:
     method: str
     host_block_bytes: int
     device_block_bytes: int
+    storage: HostStorage | None = None
 
     def select_us(self, context_tokens: np.ndarray, n_sequences: np.ndarray) -> Floats:
         """Scores over the compressed keys and the top-k over blocks of one layer, [step].
@@ -115,12 +118,32 @@ class CostModel:
     def speculation(self, guessed: Ints, covered: Ints) -> Speculation:
         """What fetching the guessed blocks costs, and the bytes of the misses that they spare."""
         n_bytes = guessed * self.host_block_bytes
+        fixed_us, bytes_us = self.fetch_us(n_bytes)
         return Speculation(
-            fixed_us=np.where(n_bytes > 0, self.hardware.h2d_fixed_us, 0.0),
-            bytes_us=n_bytes / (self.hardware.link_gbps * _BYTES_PER_US),
+            fixed_us=fixed_us,
+            bytes_us=bytes_us,
             n_bytes=n_bytes,
             covered_bytes=covered * self.host_block_bytes,
         )
+
+    def conversion(self, arrived: Ints, written: Ints) -> Conversion | None:
+        """Bringing blocks to the device's format and back, None where both sides keep the same."""
+        if self.storage is None:
+            return None
+        bytes_a_block = self.host_block_bytes + self.device_block_bytes
+        return self.storage.conversion(arrived, written, bytes_a_block, self.hardware)
+
+    def fetch_us(self, n_bytes: Ints) -> tuple[Floats, Floats]:
+        """(fixed part, part of the bytes) of fetches of whole blocks, one launch each; as the shape given.
+
+        One block is one run of bytes; where the bundle timed the gather by the size of its runs, both parts are those
+        of this size, relative to the 32 KiB that its numbers are for.
+        """
+        runs = self.hardware.tables.runs
+        more_us, factor = (0.0, 1.0) if runs is None else runs.relative(self.host_block_bytes)
+        fixed_us = max(0.0, self.hardware.h2d_fixed_us + more_us)
+        slope = factor / (self.hardware.link_gbps * _BYTES_PER_US)
+        return np.where(n_bytes > 0, fixed_us, 0.0), n_bytes.astype(np.float64) * slope
 
     def step_costs(self, loads: LayerStepMisses, *, beside: bool = False) -> StepCosts:
         """Costs of every step of a workload, arrays [step, layer]; without a sequence a step costs nothing.
@@ -132,6 +155,7 @@ class CostModel:
         require(shape[1] == self.shape.n_layers, f"{shape[1]} layers of misses for a model of {self.shape.n_layers}")
         h2d_bytes = loads.misses.astype(np.int64) * self.host_block_bytes
         d2h_bytes = loads.filled_blocks.astype(np.int64) * self.host_block_bytes
+        h2d_fixed_us, h2d_us = self.fetch_us(h2d_bytes)
 
         def per_layer(values: Floats | float) -> Floats:
             column = np.broadcast_to(np.asarray(values, dtype=np.float64), shape[0])
@@ -140,8 +164,8 @@ class CostModel:
         return StepCosts(
             host_us=per_layer(np.where(loads.n_sequences > 0, hardware.host_per_layer_us, 0.0)),
             select_us=per_layer(self.select_us(loads.context_tokens.astype(np.float64), loads.n_sequences)),
-            h2d_fixed_us=np.where(h2d_bytes > 0, hardware.h2d_fixed_us, 0.0),
-            h2d_us=h2d_bytes / (hardware.link_gbps * _BYTES_PER_US),
+            h2d_fixed_us=h2d_fixed_us,
+            h2d_us=h2d_us,
             attention_us=self.attention_us(loads.attended_blocks),
             gemm_us=per_layer(self.matrix_us(self.shape.layer_params, LAYER_PRODUCTS, loads.n_sequences)),
             d2h_fixed_us=np.where(d2h_bytes > 0, hardware.d2h_fixed_us, 0.0),
@@ -151,4 +175,5 @@ class CostModel:
             h2d_bytes=h2d_bytes,
             d2h_bytes=d2h_bytes,
             sharing=hardware.sharing,
+            conversion=self.conversion(loads.misses, loads.filled_blocks),
         )

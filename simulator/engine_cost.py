@@ -136,7 +136,11 @@ class EngineCostModel(CostModel):
     def table_us(self, n: int, k: int, n_rows: np.ndarray) -> Floats:
         """One product alone, from the table; where it was not measured by the profile's roofline."""
         found = self.terms.matrix(n, k)
-        return super().matrix_us(n * k, 1, n_rows) if found is None else found.at(n_rows)
+        return (
+            super().matrix_us(n * k, 1, n_rows)
+            if found is None
+            else found.at(n_rows)
+        )
 
     def layer_matrices_us(self, n_rows: np.ndarray) -> Floats:
         """All products of a layer, each alone."""
@@ -181,4 +185,5 @@ class EngineCostModel(CostModel):
             h2d_bytes=h2d_bytes,
             d2h_bytes=d2h_bytes,
             sharing=t.sharing,
+            conversion=self.conversion(loads.misses, loads.filled_blocks),
         )

@@ -34,12 +34,17 @@ class MatrixTimes:
     rows: tuple[int, ...]
     us: tuple[float, ...]
 
+    def extended(self) -> MatrixTimes:
+        """The same times, and beyond the last row as much more as there are more rows."""
+        far = 2**20
+        return MatrixTimes(self.n, self.k, (*self.rows, self.rows[-1] * far), (*self.us, self.us[-1] * far))
+
     def at(self, rows: np.ndarray) -> Floats:
         """Microseconds at any number of rows by linear interpolation, 0 for none; HardwareError beyond the last one."""
         if rows.size and int(rows.max()) > self.rows[-1]:
             raise HardwareError(
                 f"{int(rows.max())} rows exceed the {self.rows[-1]} that the matrix {self.n} x {self.k} was timed at; "
-                "calibrate the profile with more rows, or lower the batch"
+                "calibrate the profile with more rows, lower the batch, or --extrapolate"
             )
         return np.where(rows > 0, np.interp(rows, self.rows, self.us), 0.0)
 
@@ -95,6 +100,19 @@ class EngineTerms:
             self,
             fetch_alone_us_per_mb=self.fetch_alone_us_per_mb * factor,
             fetch_beside_us_per_mb=self.fetch_beside_us_per_mb * factor,
+        )
+
+    def extrapolating(self) -> EngineTerms:
+        """The same engine whose matrices go on beyond their last measured row."""
+        return dataclasses.replace(self, matrices=tuple(m.extended() for m in self.matrices))
+
+    def with_link(self, fixed_us: float, duplex_factor: float) -> EngineTerms:
+        """The same engine where a fetch's launch takes ``fixed_us`` more (or less), and both directions share so."""
+        return dataclasses.replace(
+            self,
+            fetch_alone_fixed_us=max(0.0, self.fetch_alone_fixed_us + fixed_us),
+            fetch_beside_fixed_us=max(0.0, self.fetch_beside_fixed_us + fixed_us),
+            duplex_factor=min(duplex_factor, self.beside_compute_factor),
         )
 
     def matrix(self, n: int, k: int) -> MatrixTimes | None:

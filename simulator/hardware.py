@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nosa_sys.errors import HardwareError
+from nosa_sys.simulator.bundle_tables import NO_TABLES, BundleTables, FitError, read_bundle_tables
 from nosa_sys.simulator.engine_terms import EngineTerms, read_engine_terms
+from nosa_sys.simulator.link import LINK_NUMBERS, OWN_LINK, LinkDescription, load_link
 from nosa_sys.simulator.rates import LinkSharing
 
 PROFILE_SCHEMA_VERSION = 1
@@ -36,6 +38,7 @@ _MAY_BE_NULL = (
     "host_memory_bytes",
 )
 _POSITIVE = (*_MAY_BE_NULL, "duplex_factor", "beside_compute_factor", "compute_beside_copy_factor")
+_NOT_NUMBERS = ("name", "device", "status", "sources", "engine", "link", "tables")
 # Bundles that were made before something was measured may leave it out.
 _DEFAULTS = {"compute_beside_copy_factor": (1.0, "not in the bundle: compute is taken not to be slowed by fetches")}
 
@@ -47,6 +50,7 @@ class HardwareProfile:
     h2d and d2h: one transfer of n bytes alone on the link takes ``fixed_us + n / gbps``. Every other ``*_fixed_us`` is
     likewise the part of one operation that its size does not change; docs/simulator.md has the formulas. ``engine``:
     terms of a CUDA engine's step; with them a step is priced as the engine runs it, without them by its kernels.
+    ``link``: name of the link that the h2d, d2h and duplex numbers describe, "own" for the one that was measured here.
     """
 
     name: str
@@ -78,6 +82,8 @@ class HardwareProfile:
     host_memory_bytes: float
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
     engine: EngineTerms | None = None
+    link: str = OWN_LINK
+    tables: BundleTables = NO_TABLES
 
     @property
     def sharing(self) -> LinkSharing:
@@ -100,6 +106,47 @@ class HardwareProfile:
         if engine is not None and self.h2d_gbps is not None:  # its fetches were timed at the profile's own bandwidth
             engine = engine.with_fetch_scaled(self.h2d_gbps / value)
         return dataclasses.replace(self, h2d_gbps=value, status="projected", sources=sources, engine=engine)
+
+    def with_link(self, link: str | Path | LinkDescription | None) -> HardwareProfile:
+        """The same device on another link, thereby a projection; None or "own" leaves it as it is.
+
+        ``duplex_factor`` is at most the device's ``beside_compute_factor``, which `rates` asks for. With engine terms,
+        megabytes are scaled by the bandwidths' ratio and launches shifted by the difference of the fixed parts.
+        """
+        if link is None or link == OWN_LINK:
+            return self
+        given = load_link(link)
+        profile = self.with_h2d_gbps(given.h2d_gbps)
+        engine = profile.engine
+        if engine is not None:
+            engine = engine.with_link(given.h2d_fixed_us - self.h2d_fixed_us, given.duplex_factor)
+        sources = {**self.sources, **{name: f"link {given.name}: {given.sources[name]}" for name in LINK_NUMBERS}}
+        memory = given.host_memory_bytes
+        if memory is not None:
+            sources["host_memory_bytes"] = f"link {given.name}: {given.sources['host_memory_bytes']}"
+        return dataclasses.replace(
+            profile,
+            h2d_fixed_us=given.h2d_fixed_us,
+            d2h_fixed_us=given.d2h_fixed_us,
+            d2h_gbps=given.d2h_gbps,
+            duplex_factor=min(given.duplex_factor, self.beside_compute_factor),
+            host_memory_bytes=self.host_memory_bytes if memory is None else memory,
+            sources=sources,
+            engine=engine,
+            link=given.name,
+        )
+
+    def model_errors(self) -> tuple[FitError, ...]:
+        """Leave-one-out errors of the fits behind the numbers that a step is priced with, as far as the bundle tells.
+
+        With engine terms these are the engine's own fits, elsewhere those of kernels and links.
+        """
+        engine = tuple(fit for fit in self.tables.fits if fit.name.startswith("engine_"))
+        return engine if self.engine is not None and engine else self.tables.fits
+
+    def extrapolating(self) -> HardwareProfile:
+        """The same machine whose tables go on beyond their last point as a line, instead of refusing."""
+        return self if self.engine is None else dataclasses.replace(self, engine=self.engine.extrapolating())
 
 
 def check_gbps(value: Any) -> float:
@@ -172,8 +219,7 @@ def _parse(meta: dict[str, Any], models: dict[str, Any], directory: Path) -> Har
     if meta["status"] not in PROFILE_STATUSES:
         raise HardwareError(f"{where}: status={meta['status']!r} must be one of {', '.join(PROFILE_STATUSES)}")
     where = directory / "models.json"
-    not_numbers = ("name", "device", "status", "sources", "engine")
-    numbers = tuple(f.name for f in dataclasses.fields(HardwareProfile) if f.name not in not_numbers)
+    numbers = tuple(f.name for f in dataclasses.fields(HardwareProfile) if f.name not in _NOT_NUMBERS)
     for key, (value, source) in _DEFAULTS.items():
         models.setdefault(key, {"value": value, "source": source})
     _need_keys(models, numbers, where)
@@ -185,7 +231,13 @@ def _parse(meta: dict[str, Any], models: dict[str, Any], directory: Path) -> Har
             raise HardwareError(f'{where}: {key} must be {{"value": number, "source": "text"}}')
         values[key], sources[key] = _number(key, entry["value"], where), entry["source"]
     profile = HardwareProfile(
-        meta["name"], meta["device"], meta["status"], **values, sources=sources, engine=read_engine_terms(directory)
+        meta["name"],
+        meta["device"],
+        meta["status"],
+        **values,
+        sources=sources,
+        engine=read_engine_terms(directory),
+        tables=read_bundle_tables(directory),
     )
     try:
         _ = profile.sharing

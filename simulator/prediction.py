@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nosa_sys.simulator.grid import outside_grid
 from nosa_sys.simulator.hardware import HardwareProfile
 from nosa_sys.simulator.invariants import require
 from nosa_sys.simulator.schedules import Schedule
@@ -35,7 +36,9 @@ class Prediction:
     ``h2d_bytes_total`` counts every step, ``h2d_bytes_total_warm`` leaves the cold ones out; both count misses alone.
     ``prefetch_bytes_total`` are blocks fetched on a guess, ``wasted_prefetch_bytes_total`` those that spared no miss.
     ``link_utilisation`` is h2d bytes, guessed ones included, / (h2d bandwidth x step time). ``limited_by`` is the
-    largest part of the step time.
+    largest part of the step time. ``conversion_us``: what of select_us and attention_us converts blocks between the
+    formats of host and device, alone. ``extrapolated``: on which axes, and how far, this lies outside what the profile
+    was measured at. ``model_errors``: leave-one-out errors of the fits that the profile's numbers come from.
     """
 
     step_time_us: float
@@ -70,6 +73,9 @@ class Prediction:
     memory: dict[str, int]
     limits: list[str]
     settings: dict[str, Any]
+    conversion_us: float = 0.0
+    extrapolated: list[str] = field(default_factory=list)
+    model_errors: list[dict[str, Any]] = field(default_factory=list)
     rules: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,6 +112,7 @@ def predict(
     missed, moved = float(h2d_step[averaged].sum()), float((h2d_step + guessed_step)[averaged].sum())
     own = workload.own_situation and not schedule.assumed
     own = own and workload.recorded_schedule in (None, schedule.name)
+    extrapolated = outside_grid(workload, hardware)
     means = {
         "select_us": times.select_us,
         "h2d_exposed_us": times.h2d_exposed_us,
@@ -137,7 +144,7 @@ def predict(
         wasted_prefetch_bytes_total=int(guessed_step.sum()) - covered,
         link_utilisation=moved / (hardware.link_gbps * 1e3 * total_us) if total_us > 0 else 0.0,
         limited_by=largest if parts[_PARTS[largest]] > 0 else "nothing",
-        status="validated" if own and hardware.status == "validated" else "projected",
+        status="validated" if own and not extrapolated and hardware.status == "validated" else "projected",
         n_steps=len(loads),
         n_cold_steps=int(cold.sum()),
         averaged_steps="cold" if cold.all() else "warm",
@@ -146,7 +153,16 @@ def predict(
         memory=memory.to_dict(),
         limits=memory.limits(hardware),
         settings=workload.settings()
-        | {"schedule": schedule.name, "hardware": hardware.name, "h2d_gbps": hardware.link_gbps},
+        | {"schedule": schedule.name, "hardware": hardware.name, "link": hardware.link, "h2d_gbps": hardware.link_gbps},
+        conversion_us=_conversion_us(costs, averaged),
+        extrapolated=extrapolated,
+        model_errors=[dataclasses.asdict(fit) for fit in hardware.model_errors()],
         rules=rules,
         **parts,
     )
+
+
+def _conversion_us(costs: StepCosts, averaged: np.ndarray) -> float:
+    parts = [costs] if costs.halves is None else costs.halves
+    found = [p.conversion for p in parts if p.conversion is not None]
+    return sum((float((c.dequant_us + c.quant_us).sum(axis=1)[averaged].mean()) for c in found), 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from nosa_sys.errors import ConfigError
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.cost_model import CostModel
 from nosa_sys.simulator.engine_cost import EngineCostModel
+from nosa_sys.simulator.grid import check_grid
 from nosa_sys.simulator.hardware import HardwareProfile, load_hardware
+from nosa_sys.simulator.host_storage import host_storage
+from nosa_sys.simulator.link import LINK_NUMBERS, OWN_LINK, LinkDescription
 from nosa_sys.simulator.pipeline import Span
 from nosa_sys.simulator.prediction import Prediction, predict
 from nosa_sys.simulator.schedules import Schedule, get_schedule
@@ -26,8 +30,9 @@ from nosa_sys.simulator.step_times import StepCosts, StepTimes
 from nosa_sys.simulator.workload import Workload
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import MissTable
+from nosa_sys.traces.perfetto import side_by_side, write_timeline_file
 from nosa_sys.traces.reader import Trace
-from nosa_sys.traces.timeline import StepMarks, write_timeline
+from nosa_sys.traces.timeline import StepMarks, measured_events, timeline_events, write_timeline
 
 ENGINES = ("recurrence", "simpy")
 
@@ -51,6 +56,12 @@ def simulate(
     timeline: str | Path | None = None,
     prefetch_blocks: int | None = None,
     prefetch_hit_share: float | None = None,
+    link: str | Path | LinkDescription | None = None,
+    host_kv_dtype: str | None = None,
+    dequant_gbps: float | None = None,
+    dequant_fixed_us: float | None = None,
+    extrapolate: bool = False,
+    with_measured: bool = False,
 ) -> Prediction:
     """Predict decode on ``hardware``: a profile name, the directory of a bundle, or a profile.
 
@@ -60,7 +71,11 @@ def simulate(
     profile's host-to-device bandwidth. ``schedule``: serial, fused_kv, split_merge, two_batch or prefetch, the last
     with ``prefetch_blocks`` a head (default: every slot beyond k) and the assumed ``prefetch_hit_share`` (default 0.5)
     of them that the next step would miss. ``engine``: "recurrence" (numpy) or "simpy" give the same numbers;
-    ``timeline`` writes the SimPy run as a Chrome trace (gzip).
+    ``timeline`` writes the SimPy run as a Chrome trace (gzip), ``with_measured`` with the run of the trace itself
+    beside it under the same tracks. ``link`` (a name, a file or a description) puts the
+    device on another link, ``h2d_gbps`` then replaces that one's bandwidth. ``host_kv_dtype`` keeps host blocks in
+    another `KvFormat` (as int4), with the assumed ``dequant_gbps`` and ``dequant_fixed_us``. A situation outside what
+    the profile was measured at is refused, or with ``extrapolate`` priced and labelled.
 
     Raises NosaError subclasses naming the value at fault.
 
@@ -72,21 +87,32 @@ def simulate(
     """
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine!r} must be one of {', '.join(ENGINES)}")
+    if with_measured and (timeline is None or isinstance(source, MissTable | SyntheticWorkload)):
+        raise ConfigError("with_measured needs timeline= (--timeline) and a trace, whose own run is shown beside it")
     plan = get_schedule(schedule, prefetch_blocks=prefetch_blocks, prefetch_hit_share=prefetch_hit_share)
-    profile = load_hardware(hardware).with_h2d_gbps(h2d_gbps)
+    profile = load_hardware(hardware).with_link(link).with_h2d_gbps(h2d_gbps)
     _ = profile.link_gbps  # refuse a missing bandwidth before any work
     shape = ModelShape.resolve(model_shape) if isinstance(model_shape, str) else model_shape
-    request = Request(shape, context, batch, steps, sparse, method, slots, policy, seed)
+    storage = host_storage(host_kv_dtype, dequant_gbps, dequant_fixed_us)
+    request = Request(shape, context, batch, steps, sparse, method, slots, policy, seed, storage)
     workload = _open(source, request).workload(request)
+    if extrapolate:
+        profile = profile.extrapolating()
+    else:
+        check_grid(workload, profile)
     if engine == "recurrence" and timeline is None:
         return price([(workload, profile)], plan)[0]
     costs = _costs(workload, profile, plan)
     times, spans = plan.simpy(costs)
     if timeline is not None:
-        write_timeline(timeline, _marks(times, spans))
+        marks = _marks(workload, times, spans)
+        if with_measured and not isinstance(source, MissTable | SyntheticWorkload):
+            _write_both(timeline, list(marks), source if isinstance(source, Trace) else Trace.open(source))
+        else:
+            write_timeline(timeline, marks)
     if engine == "recurrence":  # the same numbers to the last bit, with and without a timeline
         times = plan.recurrence(costs)
-    return predict(workload, profile, plan, costs, times, _rules(workload, plan))
+    return predict(workload, profile, plan, costs, times, _rules(workload, plan, profile))
 
 
 def price(situations: list[tuple[Workload, HardwareProfile]], schedule: Schedule) -> list[Prediction]:
@@ -96,7 +122,7 @@ def price(situations: list[tuple[Workload, HardwareProfile]], schedule: Schedule
     found, begin = [], 0
     for (workload, profile), own in zip(situations, costs, strict=True):
         rows = slice(begin, begin + len(own))
-        found.append(predict(workload, profile, schedule, own, times.rows(rows), _rules(workload, schedule)))
+        found.append(predict(workload, profile, schedule, own, times.rows(rows), _rules(workload, schedule, profile)))
         begin += len(own)
     return found
 
@@ -145,19 +171,43 @@ def cost_model(workload: Workload, profile: HardwareProfile) -> CostModel:
         workload.method,
         workload.host_block_bytes,
         workload.device_block_bytes,
+        workload.storage,
     )
     return CostModel(*sizes) if profile.engine is None else EngineCostModel(*sizes, slots=workload.slots)
 
 
-def _rules(workload: Workload, schedule: Schedule) -> list[str]:
+def _rules(workload: Workload, schedule: Schedule, profile: HardwareProfile) -> list[str]:
     rules = [*schedule.rules(workload), "transfers of one direction run one after another; prefill is left out"]
     if workload.shape.assumed:
         rules.append(f"sizes of {workload.shape.name} that are assumed: {', '.join(workload.shape.assumed)}")
+    if workload.storage is not None:
+        rules.append(workload.storage.rule(workload.host_block_bytes, workload.device_block_bytes, profile))
+    if profile.link != OWN_LINK:
+        rules.append(
+            f"link {profile.link} instead of that of {profile.name}, never measured together: "
+            + "; ".join(f"{name} {getattr(profile, name):.4g}" for name in LINK_NUMBERS)
+            + "; the gather is taken to reach the link's rate, contention with compute to stay as measured"
+        )
     return [*rules, *workload.rules]
 
 
-def _marks(times: StepTimes, spans: list[list[Span]]) -> Iterator[StepMarks]:
+def _marks(workload: Workload, times: StepTimes, spans: list[list[Span]]) -> Iterator[StepMarks]:
     begin = 0.0
-    for step, own in enumerate(spans):
-        yield StepMarks(step, begin, [(s.track, s.name, s.layer, s.start_us, s.end_us, s.n_bytes) for s in own])
-        begin += float(times.step_us[step])
+    for index, own in enumerate(spans):
+        marks = [(s.track, s.name, s.layer, s.start_us, s.end_us, s.n_bytes) for s in own]
+        yield StepMarks(int(workload.loads.steps[index]), begin, marks)
+        begin += float(times.step_us[index])
+
+
+def _write_both(path: str | Path, simulated: list[StepMarks], trace: Trace) -> None:
+    """Both runs in one file, the first step that both have at the same place."""
+    name, measured = measured_events(trace)
+    began: dict[int, float] = {}
+    for event in measured:
+        if "step" in event.get("args", {}):
+            began.setdefault(event["args"]["step"], event["ts"])
+    common = next((one for one in simulated if one.step in began), None)
+    shift = 0.0 if common is None else began[common.step] - common.begin_us
+    moved = [dataclasses.replace(one, begin_us=one.begin_us + max(0.0, shift)) for one in simulated]
+    later = [{**event, "ts": event["ts"] + max(0.0, -shift)} for event in measured]
+    write_timeline_file(Path(path), side_by_side({"simulated": timeline_events(moved), name: later}))

@@ -11,6 +11,7 @@ import numpy as np
 from nosa_sys.errors import ConfigError
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
+from nosa_sys.simulator.host_storage import HostStorage
 from nosa_sys.simulator.locality_model import (
     LocalityModel,
     SyntheticSelections,
@@ -46,6 +47,7 @@ class Request:
     slots: int | None = None
     policy: str | None = None
     seed: int = 0
+    storage: HostStorage | None = None
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "steps", "slots"):
@@ -150,7 +152,7 @@ class SyntheticSource:
         return Workload(
             loads, shape, sparse, method, slots, policy, block_bytes, block_bytes, batch, context + steps - 1, False,
             first_half, rules=tuple(rules),
-        )  # fmt: skip
+        ).stored_as(request.storage)  # fmt: skip
 
     def _histories(
         self, shape: ModelShape, sparse: SparseConfig, method: str, context: int, steps: int, n: int, seed: int,
@@ -254,7 +256,7 @@ class TableSource:
         return Workload(
             loads, shape, self._sparse, self._table.method, self._slots, self._policy, block_bytes, device_bytes,
             batch, context, own and self._exact, first_half, self._recorded_schedule, tuple(rules),
-        )  # fmt: skip
+        ).stored_as(request.storage)  # fmt: skip
 
     def _draw_rules(self, shape: ModelShape, batch: int, seed: int) -> list[str]:
         rules = [f"{len(self._histories)} recorded sequences side by side, warm rows start over at their end"]

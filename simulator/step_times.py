@@ -36,14 +36,27 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """Blocks brought to the device's format, and filled ones to the host's, [n, layer] microseconds alone."""
+
+    dequant_us: Floats
+    quant_us: Floats
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...]) -> Conversion:
+        return cls(np.zeros(shape), np.zeros(shape))
+
+
+@dataclass(frozen=True)
 class StepCosts:
     """Durations, each alone on the machine, of n step instances (a step of one configuration each).
 
     Arrays [n, layer] in microseconds unless named otherwise; ``step_host_us`` and ``tail_us`` (the output head) [n].
     ``*_fixed_us`` is the part of one transfer during which no byte moves; both parts are 0 where nothing is moved.
     What only some schedules need is None elsewhere: ``attention_split``, ``speculation`` (then ``h2d_*`` are the
-    misses that no guess covered), and ``halves``, the costs of the first and the second half of the rows, 0 where a
-    half has none; their own step_host_us and tail_us are not used.
+    misses that no guess covered), ``halves``, the costs of the first and the second half of the rows, 0 where a
+    half has none (their own step_host_us and tail_us are not used), and ``conversion`` where host and device formats
+    differ.
     """
 
     host_us: Floats
@@ -62,6 +75,7 @@ class StepCosts:
     attention_split: AttentionSplit | None = None
     speculation: Speculation | None = None
     halves: tuple[StepCosts, StepCosts] | None = None
+    conversion: Conversion | None = None
 
     def __len__(self) -> int:
         return len(self.tail_us)
@@ -79,6 +93,12 @@ class StepCosts:
 
         return _combine([self], lambda values: values[0][index], sharing)
 
+    def with_conversion(self) -> StepCosts:
+        """The same costs with a conversion that takes no time where there is none."""
+        halves = self.halves and (self.halves[0].with_conversion(), self.halves[1].with_conversion())
+        conversion = self.conversion or Conversion.nothing(self.select_us.shape)
+        return dataclasses.replace(self, halves=halves, conversion=conversion)
+
     @classmethod
     def concatenate(cls, parts: list[StepCosts]) -> StepCosts:
         """The instances of several configurations after one another; layer counts and schedule must agree."""
@@ -86,6 +106,8 @@ class StepCosts:
         def sharing(values: list[Floats]) -> Floats:
             return np.concatenate([np.broadcast_to(v, len(p)) for v, p in zip(values, parts, strict=True)])
 
+        if any(part.conversion is not None for part in parts):
+            parts = [part.with_conversion() for part in parts]
         return _combine(parts, np.concatenate, sharing)
 
 

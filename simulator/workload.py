@@ -15,6 +15,7 @@ import numpy as np
 from nosa_sys.errors import CapacityError, ConfigError, TraceError
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
+from nosa_sys.simulator.host_storage import HostStorage
 from nosa_sys.simulator.memory import MemoryUse, memory_use
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import LayerStepMisses, MissTable
@@ -48,12 +49,22 @@ class Workload:
     first_half: LayerStepMisses
     recorded_schedule: str | None = None
     rules: tuple[str, ...] = ()
+    storage: HostStorage | None = None
 
     def __post_init__(self) -> None:
         if not len(self.loads):
             raise TraceError("the workload has no decode step; capture at least one generated token")
         if not get_method(self.method).dense and self.slots < self.sparse.topk:
             raise CapacityError(f"slots={self.slots} must be >= topk={self.sparse.topk}, the blocks of one step")
+
+    def stored_as(self, storage: HostStorage | None) -> Workload:
+        """The same situation with host blocks in another format, thereby a projection; None leaves it as it is."""
+        if storage is None:
+            return self
+        host_bytes = self.shape.kv_block_bytes(self.sparse.block_size, str(storage.format))
+        if host_bytes == self.host_block_bytes and not storage.format.quantised:
+            return self
+        return dataclasses.replace(self, host_block_bytes=host_bytes, own_situation=False, storage=storage)
 
     def memory(self) -> MemoryUse:
         return memory_use(
@@ -79,6 +90,7 @@ class Workload:
             "batch": self.batch,
             "context_tokens": self.context_tokens,
             "block_bytes": self.host_block_bytes,
+            "host_kv_dtype": None if self.storage is None else str(self.storage.format),
         }
 
 

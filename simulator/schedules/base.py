@@ -66,16 +66,30 @@ class LayerByLayer(Schedule):
 
     def attend(self, program: Program, costs: StepCosts, layer: int, arrived: Transfer) -> None:
         """Attention, behind the transfer that it needs."""
-        program.run(ATTENTION, layer, costs.attention_us[:, layer], after=arrived)
+        waits = convert_arrived(program, costs, layer, arrived)
+        program.run(ATTENTION, layer, costs.attention_us[:, layer], after=waits)
 
 
 def select_layer(program: Program, costs: StepCosts, layer: int, label: str = "") -> None:
     """Host time and selection of a layer, and behind them the write-back of blocks that the step's token fills."""
     program.run(HOST, layer, costs.host_us[:, layer], name=f"{HOST} {label}".strip())
     program.run(SELECT, layer, costs.select_us[:, layer], name=f"{SELECT} {label}".strip())
+    if costs.conversion is not None:
+        program.run(SELECT, layer, costs.conversion.quant_us[:, layer], name=f"quantise {label}".strip())
     program.post(
         D2H, layer, costs.d2h_fixed_us[:, layer], costs.d2h_us[:, layer], costs.d2h_bytes[:, layer], "write-back"
     )
+
+
+def convert_arrived(
+    program: Program, costs: StepCosts, layer: int, arrived: Transfer, label: str = ""
+) -> Transfer | None:
+    """Bring the layer's misses to the device's format where they need it; returns what attention then waits for."""
+    if costs.conversion is None:
+        return arrived
+    name = f"dequantise {label}".strip()
+    program.run(ATTENTION, layer, costs.conversion.dequant_us[:, layer], after=arrived, name=name)
+    return None
 
 
 def post_fetch(program: Program, costs: StepCosts, layer: int) -> Transfer:

@@ -77,7 +77,9 @@ class Prefetch(LayerByLayer):
         covered = model.covered_blocks(loads, blocks, self.hit_share)
         demand = dataclasses.replace(loads, misses=loads.misses - covered)
         return dataclasses.replace(
-            model.step_costs(demand, beside=self.fetches_beside), speculation=model.speculation(blocks, covered)
+            model.step_costs(demand, beside=self.fetches_beside),
+            speculation=model.speculation(blocks, covered),
+            conversion=model.conversion(demand.misses + blocks, loads.filled_blocks),
         )
 
     def attend(self, program: Program, costs: StepCosts, layer: int, arrived: Transfer) -> None:

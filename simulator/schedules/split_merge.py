@@ -7,7 +7,7 @@ import dataclasses
 from nosa_sys.simulator.cost_model import CostModel
 from nosa_sys.simulator.invariants import SimulatorFault
 from nosa_sys.simulator.program import ATTENTION, Program, Transfer
-from nosa_sys.simulator.schedules.base import LayerByLayer
+from nosa_sys.simulator.schedules.base import LayerByLayer, convert_arrived
 from nosa_sys.simulator.step_times import StepCosts
 from nosa_sys.simulator.workload import Workload
 
@@ -32,4 +32,5 @@ class SplitMerge(LayerByLayer):
         if split is None:
             raise SimulatorFault("split_merge needs the attention costs of hits and of misses")
         program.run(ATTENTION, layer, split.hit_us[:, layer], name="attention over hits")
-        program.run(ATTENTION, layer, split.miss_us[:, layer], after=arrived, name="attention over misses")
+        waits = convert_arrived(program, costs, layer, arrived)
+        program.run(ATTENTION, layer, split.miss_us[:, layer], after=waits, name="attention over misses")

@@ -9,7 +9,7 @@ import numpy as np
 from nosa_sys.simulator.cost_model import CostModel
 from nosa_sys.simulator.invariants import SimulatorFault, require
 from nosa_sys.simulator.program import ATTENTION, GEMM, HOST, Program, Transfer
-from nosa_sys.simulator.schedules.base import Schedule, post_fetch, select_layer
+from nosa_sys.simulator.schedules.base import Schedule, convert_arrived, post_fetch, select_layer
 from nosa_sys.simulator.step_times import StepCosts
 from nosa_sys.simulator.workload import Workload, second_half
 
@@ -49,9 +49,8 @@ class TwoBatch(Schedule):
         arrived = [_select(program, half, 0, label) for half, label in halves]
         for layer in range(costs.n_layers):
             for index, (half, label) in enumerate(halves):
-                program.run(
-                    ATTENTION, layer, half.attention_us[:, layer], after=arrived[index], name=f"attention {label}"
-                )
+                waits = convert_arrived(program, half, layer, arrived[index], label)
+                program.run(ATTENTION, layer, half.attention_us[:, layer], after=waits, name=f"attention {label}")
                 program.run(GEMM, layer, half.gemm_us[:, layer], name=f"gemm {label}")
                 if layer + 1 < costs.n_layers:
                     arrived[index] = _select(program, half, layer + 1, label)
