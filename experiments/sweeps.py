@@ -43,9 +43,17 @@ def check_sweep_output(recipe: Recipe, out: Path, *, overwrite: bool) -> None:
         shutil.rmtree(out)
 
 
-def run_sweep(recipe: Recipe, out: Path, *, workers: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+def run_sweep(
+    recipe: Recipe, out: Path, *, workers: int, progress: Callable[[str, int, int], None], backend: str = "joblib"
+) -> dict[str, Any]:
     """Run and return a short summary; the full one is in summary.json."""
-    result = sweep(recipe, out, workers=workers, progress=lambda done, total, _: progress("sweep", done, total))
+    result = sweep(
+        recipe,
+        out,
+        workers=workers,
+        backend=backend,
+        progress=lambda done, total, _: progress("sweep", done, total),
+    )
     summary = result.summary
     best = summary["best_tokens_per_s"]
     names = ("model_shape", "method", "batch", "slots", "policy", "h2d_gbps", "tokens_per_s", "limited_by", "status")
@@ -55,6 +63,7 @@ def run_sweep(recipe: Recipe, out: Path, *, workers: int, progress: Callable[[st
         "name": summary["name"],
         "n_configurations": summary["n_configurations"],
         "n_refused": summary["n_refused"],
+        "n_extrapolated": summary["n_extrapolated"],
         "n_over_memory": summary["n_over_memory"],
         "status": summary["status"],
         "limited_by": summary["limited_by"],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import yaml
 from pydantic import (
     BaseModel,
@@ -108,7 +110,9 @@ class Axes(StrictModel):
     policy: list[StrictStr] | None = None
     batch: list[Count] | None = None
     hardware: list[StrictStr] | None = None
+    link: list[StrictStr] | None = None
     h2d_gbps: list[Gbps] | None = None
+    host_kv_dtype: list[StrictStr] | None = None
 
     @field_validator("*")
     @classmethod
@@ -135,6 +139,49 @@ class Axes(StrictModel):
         return {name: list(v) for name in type(self).model_fields if (v := getattr(self, name)) is not None}
 
 
+class Range(StrictModel):
+    """Values between two ends, drawn evenly, or with ``log`` evenly in their logarithm; whole ones for whole axes."""
+
+    low: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    high: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    log: bool = False
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Range:
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low:g} must be below high={self.high:g}")
+        return self
+
+    def at(self, share: float) -> float:
+        """The value at a share of the way, in [0, 1]."""
+        if self.log:
+            return float(self.low * (self.high / self.low) ** share)
+        return float(self.low + (self.high - self.low) * share)
+
+
+_WHOLE_RANGES = ("topk", "context", "batch")
+
+
+class Sobol(StrictModel):
+    """Instead of every combination, ``points`` of a scrambled Sobol sequence of the recipe's seed.
+
+    A dimension each for the axes (each value as often as any other) and for the ``ranges``: topk, context, batch,
+    slots (a multiple of topk) and h2d_gbps may have one.
+    """
+
+    points: Annotated[StrictInt, Field(ge=1, le=MAX_CONFIGURATIONS)]
+    topk: Range | None = None
+    context: Range | None = None
+    slots: Range | None = None
+    batch: Range | None = None
+    h2d_gbps: Range | None = None
+
+    def ranges(self) -> dict[str, Range]:
+        """The ranges in use, in their fixed order."""
+        names = [name for name in type(self).model_fields if name != "points"]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
 class Recipe(StrictModel):
     """A whole sweep. ``steps`` is the number of decode steps to simulate (default: those of the base)."""
 
@@ -142,20 +189,38 @@ class Recipe(StrictModel):
     description: StrictStr = ""
     base: BaseRecipe
     hardware: StrictStr | None = None
+    link: StrictStr | None = None
     h2d_gbps: Gbps | None = None
+    host_kv_dtype: StrictStr | None = None
+    dequant_gbps: Gbps | None = None
+    dequant_fixed_us: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)] | None = None
+    extrapolate: bool = False
     schedule: StrictStr = "serial"
     prefetch_blocks: Count | None = None
     prefetch_hit_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)] | None = None
     steps: Count | None = None
     seed: CountOrZero = 0
-    axes: Axes
+    axes: Axes = Axes()
+    sobol: Sobol | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         if (self.hardware is None) == (self.axes.hardware is None):
             raise ValueError("give hardware either once for the sweep or as an axis")
-        if self.h2d_gbps is not None and self.axes.h2d_gbps is not None:
-            raise ValueError("give h2d_gbps either once for the sweep or as an axis, not both")
+        for name in ("link", "h2d_gbps", "host_kv_dtype"):
+            if getattr(self, name) is not None and name in self.names():
+                raise ValueError(f"give {name} either once for the sweep or as an axis, not both")
+        if not self.names():
+            raise ValueError("axes: give at least one axis, or a range of sobol")
+        twice = sorted(set(self.axes.given()) & set(self.sobol.ranges() if self.sobol else ()))
+        if twice:
+            raise ValueError(f"{twice[0]} is an axis and a range of sobol: give one of them")
+        if (
+            "host_kv_dtype" not in self.names()
+            and self.host_kv_dtype is None
+            and (self.dequant_gbps or self.dequant_fixed_us)
+        ):
+            raise ValueError("dequant_gbps and dequant_fixed_us need host_kv_dtype, as int4")
         try:
             self.resolved_schedule()
         except ConfigError as error:
@@ -170,9 +235,37 @@ class Recipe(StrictModel):
             self.schedule, prefetch_blocks=self.prefetch_blocks, prefetch_hit_share=self.prefetch_hit_share
         )
 
+    def names(self) -> list[str]:
+        """What varies, in the order of the columns of a configuration."""
+        return [*self.axes.given(), *(self.sobol.ranges() if self.sobol else ())]
+
     @property
     def n_configurations(self) -> int:
+        if self.sobol is not None:
+            return self.sobol.points
         return math.prod(len(values) for values in self.axes.given().values())
+
+    def configurations(self) -> Iterator[dict[str, Any]]:
+        """Axis values of every configuration: each with each, the last varying fastest, or Sobol points in order."""
+        axes = self.axes.given()
+        if self.sobol is None:
+            for combination in itertools.product(*axes.values()):
+                yield dict(zip(axes, combination, strict=True))
+            return
+        from scipy.stats import qmc
+
+        ranges = self.sobol.ranges()
+        sequence = qmc.Sobol(len(axes) + len(ranges), scramble=True, rng=np.random.default_rng(self.seed))
+        # a power of two keeps the sequence balanced; what is too much of it is cut off
+        points = sequence.random_base2(max(0, (self.sobol.points - 1).bit_length()))[: self.sobol.points]
+        for point in points:
+            values: dict[str, Any] = {}
+            for share, (name, given) in zip(point, axes.items(), strict=False):
+                values[name] = given[min(len(given) - 1, int(share * len(given)))]
+            for share, (name, limits) in zip(point[len(axes) :], ranges.items(), strict=True):
+                value = limits.at(float(share))
+                values[name] = round(value) if name in _WHOLE_RANGES else value
+            yield values
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -229,4 +322,6 @@ _CHILDREN: Mapping[str, type[BaseModel]] = {
     "sparse": SparseRecipe,
     "locality": LocalityRecipe,
     "axes": Axes,
+    "sobol": Sobol,
+    **dict.fromkeys(("topk", "context", "slots", "batch", "h2d_gbps"), Range),
 }

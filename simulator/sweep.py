@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -12,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from joblib import Parallel, delayed
-
 import nosa_sys
 from nosa_sys.errors import ConfigError, NosaError
+from nosa_sys.simulator.backends import check_backend, run_jobs
+from nosa_sys.simulator.grid import check_grid
 from nosa_sys.simulator.recipe import Recipe, load_recipe
 from nosa_sys.simulator.schedules import Schedule
 from nosa_sys.simulator.simulate import open_source, price
@@ -42,12 +45,19 @@ class SweepResult:
 
 
 def sweep(
-    recipe: str | Path | Recipe, out: str | Path, *, workers: int | None = None, progress: Progress | None = None
+    recipe: str | Path | Recipe,
+    out: str | Path,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    backend: str = "joblib",
 ) -> SweepResult:
     """Run a recipe and write ``results.parquet`` and ``summary.json`` under ``out``, each whole or not at all.
 
     A combination that breaks a rule becomes a row with the reason in ``refused``. Groups that a killed run finished
-    are taken from ``out``. ``workers``: processes, all cores by default.
+    are taken from ``out``. ``workers``: processes, all cores by default. ``backend``: joblib (this machine) or ray (a
+    cluster: the one of RAY_ADDRESS, else a local one; a trace must lie at the same path on every machine). Files are
+    the same to the byte whatever the two are.
 
     Raises NosaError for a recipe that cannot be run at all.
     """
@@ -55,6 +65,7 @@ def sweep(
     workers = os.cpu_count() or 1 if workers is None else workers
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers={workers!r} must be a whole number >= 1")
+    check_backend(backend)
     meta = Trace.open(recipe.base.trace).meta if recipe.base.trace is not None else None
     groups = plan(recipe, meta)
     out = Path(out)
@@ -62,7 +73,7 @@ def sweep(
     resume = out / _RESUME_FOLDER / _fingerprint(recipe, meta)
     try:
         resume.mkdir(parents=True, exist_ok=True)
-        rows = _collect(recipe, groups, resume, workers, progress)
+        rows = _collect(recipe, groups, resume, workers, backend, progress)
         if all(row["refused"] for row in rows):
             shutil.rmtree(out if is_new else out / _RESUME_FOLDER)
             raise ConfigError(f"none of the {len(rows)} configurations can be run; the first: {rows[0]['refused']}")
@@ -74,7 +85,7 @@ def sweep(
 
 
 def _collect(
-    recipe: Recipe, groups: list[Group], resume: Path, workers: int, progress: Progress | None
+    recipe: Recipe, groups: list[Group], resume: Path, workers: int, backend: str, progress: Progress | None
 ) -> list[dict[str, Any]]:
     """Rows of all groups in the order of configurations; finished groups are read back instead of run again."""
     total, done, begin, ran = recipe.n_configurations, 0, time.monotonic(), 0
@@ -87,7 +98,8 @@ def _collect(
         else:
             rows += finished
             done += len(finished)
-    for found in _run_groups(recipe, waiting, resume, workers):
+    for group, found in zip(waiting, _run_groups(recipe, waiting, workers, backend), strict=True):
+        write_text_whole(_group_path(resume, group), json.dumps(found, allow_nan=False))
         rows += found
         done, ran = done + len(found), ran + len(found)
         if progress is not None:
@@ -97,16 +109,23 @@ def _collect(
     return sorted(rows, key=lambda row: row["index"])
 
 
-def _run_groups(recipe: Recipe, groups: list[Group], resume: Path, workers: int) -> Iterable[list[dict[str, Any]]]:
-    if workers == 1 or len(groups) < 2:
+def _run_groups(recipe: Recipe, groups: list[Group], workers: int, backend: str) -> Iterable[list[dict[str, Any]]]:
+    """Rows of every group in order."""
+    if backend == "joblib" and (workers == 1 or len(groups) < 2):
         source = open_source(base_workload(recipe)) if groups else None
-        return (run_group(recipe, group, _group_path(resume, group), source) for group in groups)
-    jobs = (delayed(run_group)(recipe, group, _group_path(resume, group)) for group in groups)
-    return Parallel(n_jobs=min(workers, len(groups)), return_as="generator")(jobs)
+        return (run_group(recipe, group, source) for group in groups)
+    here = None if recipe.base.trace is None else Path.cwd()
+    return run_jobs(functools.partial(_run_elsewhere, recipe, here), groups, backend=backend, workers=workers)
 
 
-def run_group(recipe: Recipe, group: Group, path: Path, source: Source | None = None) -> list[dict[str, Any]]:
-    """Rows of one group, also written to ``path`` for a later run to resume from."""
+def _run_elsewhere(recipe: Recipe, here: Path | None, group: Group) -> list[dict[str, Any]]:
+    """Rows of one group in a process of its own, from the directory to which the trace's path is relative."""
+    with contextlib.nullcontext() if here is None else contextlib.chdir(here):
+        return run_group(recipe, group)
+
+
+def run_group(recipe: Recipe, group: Group, source: Source | None = None) -> list[dict[str, Any]]:
+    """Rows of one group of configurations, which share a selection."""
     source, schedule = source or open_source(base_workload(recipe)), recipe.resolved_schedule()
     rows: list[dict[str, Any]] = []
     batch: list[tuple[Configuration, Workload]] = []
@@ -116,23 +135,25 @@ def run_group(recipe: Recipe, group: Group, path: Path, source: Source | None = 
         if configuration.request is None:
             rows.append(refused_row(configuration, configuration.refused))
             continue
-        if last is None or last[0] != configuration.request:
-            try:
-                workload = source.workload(configuration.request)
-                schedule.check(workload)
-                last = (configuration.request, workload)
-            except NosaError as error:
-                rows.append(refused_row(configuration, str(error)))
+        drawn = dataclasses.replace(configuration.request, storage=None)  # how the host keeps blocks changes no miss
+        try:
+            if last is None or last[0] != drawn:
                 last = None
-                continue
-        batch.append((configuration, last[1]))
-        waiting += len(last[1].loads)
+                last = (drawn, source.workload(drawn))
+            workload = last[1].stored_as(configuration.request.storage)
+            schedule.check(workload)
+            if not recipe.extrapolate:
+                check_grid(workload, configuration.hardware)
+        except NosaError as error:
+            rows.append(refused_row(configuration, str(error)))
+            continue
+        batch.append((configuration, workload))
+        waiting += len(workload.loads)
         if waiting >= _ROWS_AT_ONCE:
             rows += _priced(schedule, batch)
             batch, waiting = [], 0
     if batch:
         rows += _priced(schedule, batch)
-    write_text_whole(path, json.dumps(rows, allow_nan=False))
     return rows
 
 

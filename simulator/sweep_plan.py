@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,7 @@ from nosa_sys.errors import ConfigError, NosaError
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.hardware import HardwareProfile, load_hardware
+from nosa_sys.simulator.host_storage import HostStorage, host_storage
 from nosa_sys.simulator.recipe import Recipe
 from nosa_sys.simulator.sources import Request, SyntheticWorkload
 from nosa_sys.slot_count import slots_of
@@ -59,8 +59,16 @@ def plan(recipe: Recipe, meta: TraceMeta | None) -> list[Group]:
     Raises NosaError for what no configuration can survive: an unknown model, hardware or policy, no bandwidth.
     """
     axes = recipe.axes.given()
-    hardware = {name: load_hardware(name) for name in axes.get("hardware", [recipe.hardware])}
-    bandwidth_given = recipe.h2d_gbps is not None or "h2d_gbps" in axes
+    hardware = {
+        (name, link): load_hardware(name).with_link(link)
+        for name in axes.get("hardware", [recipe.hardware])
+        for link in axes.get("link", [recipe.link])
+    }
+    if recipe.extrapolate:
+        hardware = {key: profile.extrapolating() for key, profile in hardware.items()}
+    for name in axes.get("host_kv_dtype", [recipe.host_kv_dtype]):
+        host_storage(name)
+    bandwidth_given = recipe.h2d_gbps is not None or "h2d_gbps" in recipe.names()
     for profile in hardware.values():
         if not bandwidth_given:
             _ = profile.link_gbps
@@ -77,9 +85,8 @@ def plan(recipe: Recipe, meta: TraceMeta | None) -> list[Group]:
             raise ConfigError(f"the trace {base} was not opened")
         base_sparse, base_method = base.sparse, base.method
     groups: dict[tuple[Any, ...], Group] = {}
-    for index, combination in enumerate(itertools.product(*axes.values())):
-        values = dict(zip(axes, combination, strict=True))
-        profile = hardware[values.get("hardware", recipe.hardware)]
+    for index, values in enumerate(recipe.configurations()):
+        profile = hardware[values.get("hardware", recipe.hardware), values.get("link", recipe.link)]
         profile = profile.with_h2d_gbps(values.get("h2d_gbps", recipe.h2d_gbps))
         try:
             request = _resolve(values, base_sparse, base_method, shapes, recipe)
@@ -145,4 +152,11 @@ def _resolve(
         slots=slots,
         policy=None if variant.dense else values.get("policy"),
         seed=recipe.seed,
+        storage=_storage(values, recipe),
     )
+
+
+def _storage(values: dict[str, Any], recipe: Recipe) -> HostStorage | None:
+    """The host's format; what converting costs belongs to every row that has one."""
+    name = values.get("host_kv_dtype", recipe.host_kv_dtype)
+    return None if name is None else host_storage(name, recipe.dequant_gbps, recipe.dequant_fixed_us)

@@ -27,21 +27,24 @@ _TEXT = (
     "policy",
     "schedule",
     "hardware",
+    "link",
+    "host_kv_dtype",
     "slots_asked",
     "limited_by",
     "status",
     "limits",
+    "extrapolated",
 )
 _WHOLE = (
     "index", "block_size", "topk", "k_e", "select_blocks", "init_blocks", "window_size", "context_tokens", "slots",
     "batch", "h2d_bytes_total", "h2d_bytes_total_warm", "d2h_bytes_total", "n_steps", "n_cold_steps", "gpu_bytes",
-    "host_pool_bytes", "cold_h2d_bytes", "prefetch_bytes_total", "wasted_prefetch_bytes_total",
+    "host_pool_bytes", "cold_h2d_bytes", "prefetch_bytes_total", "wasted_prefetch_bytes_total", "block_bytes",
 )  # fmt: skip
 _REAL = (
     "h2d_gbps", "step_time_us", "step_time_p50_us", "step_time_p90_us", "select_us", "h2d_exposed_us", "h2d_hidden_us",
     "attention_us", "gemm_us", "host_overhead_us", "d2h_exposed_us", "d2h_hidden_us", "tokens_per_s",
     "tokens_per_s_per_sequence", "misses_per_head_step", "h2d_bytes_per_step", "d2h_bytes_per_step",
-    "link_utilisation", "cold_step_time_us",
+    "link_utilisation", "cold_step_time_us", "conversion_us",
 )  # fmt: skip
 RESULTS_SCHEMA = pa.schema(
     [pa.field(name, pa.int64()) for name in _WHOLE]
@@ -62,6 +65,7 @@ def predicted_row(configuration: Configuration, prediction: Prediction) -> dict[
     settings, memory = prediction.settings, prediction.memory
     row: dict[str, Any] = {**settings["sparse"], **settings, **memory, **prediction.to_dict()}
     row |= {**_asked(configuration), "limits": "; ".join(prediction.limits), "refused": ""}
+    row["extrapolated"] = "; ".join(prediction.extrapolated)
     return {name: row[name] for name in RESULTS_SCHEMA.names}
 
 
@@ -71,6 +75,7 @@ def _asked(configuration: Configuration) -> dict[str, Any]:
     return {
         "index": configuration.index,
         "hardware": hardware.name,
+        "link": hardware.link,
         "h2d_gbps": hardware.h2d_gbps,
         "slots_asked": None if asked is None else str(asked),
     }
@@ -92,7 +97,7 @@ def write_results(out: Path, recipe: Recipe, rows: list[dict[str, Any]]) -> dict
 def _summary(recipe: Recipe, rows: list[dict[str, Any]], digest: str) -> dict[str, Any]:
     priced = [row for row in rows if not row["refused"]]
     fitting = [row for row in priced if not row["limits"]]
-    named = [*recipe.axes.given()]
+    named = recipe.names()
     best = max(fitting, key=lambda row: row["tokens_per_s"] or 0.0, default=None)
     return {
         "name": recipe.name,
@@ -101,6 +106,7 @@ def _summary(recipe: Recipe, rows: list[dict[str, Any]], digest: str) -> dict[st
         "n_configurations": len(rows),
         "n_refused": len(rows) - len(priced),
         "refused": dict(sorted(Counter(row["refused"] for row in rows if row["refused"]).items())),
+        "n_extrapolated": sum(bool(row["extrapolated"]) for row in priced),
         "n_over_memory": len(priced) - len(fitting),
         "status": dict(sorted(Counter(row["status"] for row in priced).items())),
         "limited_by": dict(sorted(Counter(row["limited_by"] for row in priced).items())),

@@ -236,11 +236,11 @@ def test_a_killed_sweep_resumes_and_gives_the_same_bytes(tmp_path, monkeypatch):
     ran = []
     original = sweep_module.run_group
 
-    def dies_at_the_second(recipe, group, path, source=None):
+    def dies_at_the_second(recipe, group, source=None):
         ran.append(group.number)
         if len(ran) == 2:
             raise KeyboardInterrupt
-        return original(recipe, group, path, source)
+        return original(recipe, group, source)
 
     monkeypatch.setattr(sweep_module, "run_group", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
