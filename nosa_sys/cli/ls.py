@@ -29,13 +29,19 @@ def command(
     Example: [bold]nosa ls out[/bold]
     """
     from nosa_sys.simulator.hardware import known_profiles
+    from nosa_sys.simulator.link import OWN_LINK, known_links
 
     asked = roots or [Path("out")]
     for root in asked:
         if roots and not root.is_dir():
             raise ConfigError(f"no such directory: {root}")
     found = [entry for root in asked if root.is_dir() for entry in find_outputs(root)]
-    names = {"hardware": known_profiles(), "model_shapes": list(PRESETS), "methods": list(METHODS)}
+    names = {
+        "hardware": known_profiles(),
+        "links": [OWN_LINK, *known_links()],
+        "model_shapes": list(PRESETS),
+        "methods": list(METHODS),
+    }
     console = out.human(json)
     console.print(
         out.table("Outputs", ("path", "kind", "what"), [(e["path"], e["kind"], e["what"]) for e in found])

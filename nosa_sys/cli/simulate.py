@@ -21,17 +21,19 @@ from nosa_sys.cli.options import (
     field_names,
     grouped,
 )
+from nosa_sys.cli.prediction_tables import error_table, fetch_path_document, fetch_path_tables
 from nosa_sys.cli.replay import resolve_cache
 from nosa_sys.cli.settings import Settings, read_yaml_mapping
 from nosa_sys.errors import ConfigError
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.outputs import check_output, whole_directory
+from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.schema import TraceMeta
 
 NAME = "simulate"
 _OWN_KEYS = (
     *("hardware", "model_shape", "context", "batch", "steps", "schedule", "prefetch_blocks", "prefetch_hit_share"),
-    *("h2d_gbps", "engine", "seed"),
+    *("link", "h2d_gbps", "host_kv_dtype", "dequant_gbps", "dequant_fixed_us", "extrapolate", "engine", "seed"),
 )
 
 
@@ -54,9 +56,31 @@ def command(
     prefetch_hit_share: Annotated[
         float | None, typer.Option("--prefetch-hit-share", help="Share of guesses that spare a miss, in [0, 1].")
     ] = None,
+    link: Annotated[
+        str | None, typer.Option("--link", help="Another link than the profile's own: a name (nosa ls) or a file.")
+    ] = None,
     h2d_gbps: Annotated[float | None, typer.Option("--h2d-gbps", help="Link bandwidth, GB = 1e9 bytes.")] = None,
+    host_kv_dtype: Annotated[
+        str | None,
+        typer.Option("--host-kv-dtype", help="Format of host blocks: bf16, fp8, int4, or int4:GROUP:SCALE (assumed)."),
+    ] = None,
+    dequant_gbps: Annotated[
+        float | None, typer.Option("--dequant-gbps", help="Bytes read plus written a second by their conversion.")
+    ] = None,
+    dequant_fixed_us: Annotated[
+        float | None, typer.Option("--dequant-fixed-us", help="Launch of that conversion, a layer.")
+    ] = None,
+    extrapolate: Annotated[
+        bool | None, typer.Option("--extrapolate", help="Price beyond what the profile was measured at, and say so.")
+    ] = None,
     engine: Annotated[str | None, typer.Option("--engine", help="recurrence (fast) or simpy.")] = None,
     timeline: Annotated[Path | None, typer.Option("--timeline", help="Write Chrome trace events (json.gz).")] = None,
+    with_measured: Annotated[
+        bool, typer.Option("--with-measured", help="Put the trace's own run beside the simulated one in --timeline.")
+    ] = False,
+    fetch_paths: Annotated[
+        bool, typer.Option("--fetch-paths", help="Also compare ways of fetching by block bytes, count and layout.")
+    ] = False,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Also write DIR/prediction.json for reports.")] = None,
     seed: Seed = None,
     config: ConfigFile = None,
@@ -90,16 +114,24 @@ def command(
         "batch": _optional(settings, "batch", batch, int, "trace"),
         "steps": _optional(settings, "steps", steps, int, "trace"),
         "schedule": settings.pick("schedule", schedule, "serial"),
-        **_guesses(settings, prefetch_blocks, prefetch_hit_share),
+        **_given(
+            settings,
+            ("prefetch_blocks", prefetch_blocks, int),
+            ("prefetch_hit_share", prefetch_hit_share, float),
+        ),
         "sparse": sparse if changed else None,
         "method": method if changed else None,
         "slots": None if kept else slots,
         "policy": None if kept and policy == meta.policy else policy,
-        "h2d_gbps": _optional(settings, "h2d_gbps", h2d_gbps, float, "hardware profile"),
+        "link": _optional(settings, "link", link, str, "hardware profile"),
+        "h2d_gbps": _optional(settings, "h2d_gbps", h2d_gbps, float, "hardware profile" if link is None else "link"),
+        "host_kv_dtype": _optional(settings, "host_kv_dtype", host_kv_dtype, str, "trace"),
+        **_given(settings, ("dequant_gbps", dequant_gbps, float), ("dequant_fixed_us", dequant_fixed_us, float)),
+        "extrapolate": settings.pick("extrapolate", extrapolate, False),
         "engine": settings.pick("engine", engine, "recurrence"),
         "seed": settings.pick("seed", seed, 0),
     }
-    settings.note("bytes per block", f"{shape.kv_block_bytes(sparse.block_size):,}", "derived")
+    _note_bytes(settings, meta, shape, sparse, arguments["host_kv_dtype"])
     settings.banner(out.stderr(), f"simulate {trace}")
     if out_dir is not None:
         check_output(out_dir, overwrite=overwrite, reads=trace)
@@ -111,19 +143,38 @@ def command(
         return
     from nosa_sys.simulator.simulate import simulate  # after the settings: scipy and simpy take their time
 
-    prediction = simulate(trace, **arguments, timeline=timeline).to_dict()
+    prediction = simulate(trace, **arguments, timeline=timeline, with_measured=with_measured).to_dict()
     document = {"kind": "prediction", "trace": str(trace), **prediction, "options": settings.to_dict()}
+    if fetch_paths:
+        document["fetch_paths"] = fetch_path_document(hardware_name, document, shape)
     if out_dir is not None:
         with whole_directory(out_dir, overwrite=overwrite) as partial:
             text = json_module.dumps(out.plain(document), indent=1, allow_nan=False)
             (partial / "prediction.json").write_text(text + "\n", encoding="utf-8")
-    out.human(json).print(summary_table(document))
+    console = out.human(json)
+    console.print(summary_table(document))
+    if prediction["model_errors"]:
+        console.print(error_table(prediction["model_errors"], prediction["settings"]["hardware"]))
+    for table in fetch_path_tables(document["fetch_paths"]) if fetch_paths else ():
+        console.print(table)
+    for line in prediction["extrapolated"]:
+        out.stderr().print(f"extrapolated: {line}", markup=False)
     for line in prediction["limits"]:
         out.stderr().print(f"limit: {line}", markup=False)
     for line in prediction["rules"]:
         out.stderr().print(f"rule: {line}", style="dim", markup=False)
     if json:
         out.print_json(document)
+
+
+def _note_bytes(
+    settings: Settings, meta: TraceMeta, shape: ModelShape, sparse: SparseConfig, host_kv_dtype: str | None
+) -> None:
+    """Bytes of a block on both sides."""
+    own = shape == meta.model
+    sides = {"host": host_kv_dtype or (meta.host_kv_dtype if own else None), "device": meta.kv_dtype if own else None}
+    for side, dtype in sides.items():
+        settings.note(f"bytes per block, {side}", f"{shape.kv_block_bytes(sparse.block_size, dtype):,}", "derived")
 
 
 def _optional(settings: Settings, name: str, flag: Any, kind: type, default_text: str) -> Any:
@@ -135,10 +186,10 @@ def _optional(settings: Settings, name: str, flag: Any, kind: type, default_text
     return settings.note(name, value, str(origin))
 
 
-def _guesses(settings: Settings, n_blocks: int | None, hit_share: float | None) -> dict[str, Any]:
-    """What schedule prefetch guesses; noted where it was given."""
+def _given(settings: Settings, *options: tuple[str, Any, type]) -> dict[str, Any]:
+    """Options that only some situations have; noted where they were given."""
     found: dict[str, Any] = {}
-    for name, flag, kind in (("prefetch_blocks", n_blocks, int), ("prefetch_hit_share", hit_share, float)):
+    for name, flag, kind in options:
         value, origin = settings.find(name, flag, kind)
         if origin is not None:
             found[name] = settings.note(name, value, origin)
@@ -163,10 +214,12 @@ def summary_table(document: dict[str, Any]) -> Any:
         ("misses per head and step", "misses_per_head_step"),
         ("H2D bytes per step", "h2d_bytes_per_step"),
         ("hidden H2D, us", "h2d_hidden_us"),
+        ("converting formats, us (in selection and attention)", "conversion_us"),
         ("link utilisation", "link_utilisation"),
     )
     rows = [(text, document[key]) for text, key in names if key in document]
     memory = document.get("memory", {})
     places = (("GPU memory, GB", "gpu_bytes"), ("host memory, GB", "host_pool_bytes"))
     rows += [(text, memory[key] / 1e9) for text, key in places if key in memory]
-    return out.table(f"prediction ({document['status']})", ("figure", "value"), rows)
+    label = f"{document['status']}, extrapolated" if document.get("extrapolated") else document["status"]
+    return out.table(f"prediction ({label})", ("figure", "value"), rows)
