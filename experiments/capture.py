@@ -15,7 +15,7 @@ import torch
 from nosa_sys.engine.engine import Engine
 from nosa_sys.engine.recorder import Recorder
 from nosa_sys.engine.sampling import SamplingParams
-from nosa_sys.errors import ConfigError
+from nosa_sys.experiments.forced_tokens import TOKENS_FILE, ForcedTokens, forced_facts
 from nosa_sys.machine import cpu_name, git_revision, nvidia_link, versions
 from nosa_sys.methods import get_method
 from nosa_sys.models.load import LoadedModel, load_model
@@ -25,7 +25,6 @@ from nosa_sys.traces.reader import Trace
 from nosa_sys.traces.schema import write_text_whole
 
 CAPTURE_FILE = "capture.json"
-TOKENS_FILE = "tokens.json"
 
 # (stage, done, total): stages are "load", "prefill" and "decode"; total 0 where it is not known
 Progress = Callable[[str, int, int], None]
@@ -33,7 +32,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """Everything a capture depends on; ``prompts`` are texts, one sequence each."""
+    """Everything a capture depends on; ``prompts`` are texts, one sequence each.
+
+    ``force_tokens`` are decoded whatever the model says; bare token ids are one tuple a sequence, or one for all.
+    """
 
     sparse: SparseConfig
     prompts: tuple[str, ...]
@@ -55,7 +57,7 @@ class CaptureRequest:
     prefill_chunk: int = 512
     timed: bool = False
     record_scores: bool = False
-    force_tokens: tuple[tuple[int, ...], ...] | str | None = None
+    force_tokens: ForcedTokens | tuple[tuple[int, ...], ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     ignore_eos: bool = False
     max_prompt_tokens: int | None = None
@@ -109,13 +111,18 @@ def run_capture(
             f"contexts will reach {longest} tokens and the model was made for {trained}: expect poor text; "
             "--max-prompt-tokens cuts the prompt"
         )
-    forced = _forced_tokens(request, loaded.tokenizer)
-    facts = {
+    facts: dict[str, Any] = {
         "device": device_name(request.device),
         "versions": versions(),
         "git_revision": git_revision(),
         "seed": request.sampling.seed,
     }
+    forced: list[tuple[int, ...]] = [()] * len(prompts)
+    if request.force_tokens is not None:
+        given = request.force_tokens
+        source = given if isinstance(given, ForcedTokens) else ForcedTokens("tokens", given)
+        forced = source.resolve(request.prompts, prompts, request.max_new_tokens, loaded.tokenizer)
+        facts["forced_tokens"] = forced_facts(source, forced)
     link = nvidia_link() if request.device.startswith("cuda") else None
     if link is not None:
         facts |= {"driver": link[0], "pcie": link[1]}
@@ -140,8 +147,7 @@ def run_capture(
             **request.engine_options(),
         )
         eos = () if request.ignore_eos else loaded.tokenizer.eos_ids
-        for index, prompt in enumerate(prompts):
-            tokens = forced[index % len(forced)] if forced else None
+        for prompt, tokens in zip(prompts, forced, strict=True):
             engine.add(prompt, request.max_new_tokens, request.sampling, eos, tokens)
         total = request.max_new_tokens * len(prompts)
         progress("prefill", 0, total_prefill)
@@ -163,36 +169,6 @@ def device_name(device: str) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}, {cpu_name()}"
-
-
-def _forced_tokens(request: CaptureRequest, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token ids to force, one tuple a sequence (the first serves all when there is one)."""
-    given = request.force_tokens
-    if given is None:
-        return ()
-    forced = (tuple(tokenizer.encode(given, begin=False)),) if isinstance(given, str) else given
-    if len(forced) not in (1, len(request.prompts)):
-        raise ConfigError(f"force_tokens holds {len(forced)} sequences for {len(request.prompts)} prompts")
-    return forced
-
-
-def read_force_tokens(path: Path) -> tuple[tuple[int, ...], ...] | str:
-    """A .json file holds token ids (a list, or a list of lists as capture leaves in tokens.json); any other is text."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
-    if path.suffix != ".json":
-        return text
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    rows = data if isinstance(data, list) and all(isinstance(row, list) for row in data) else [data]
-    for row in rows:
-        if not isinstance(row, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in row):
-            raise ConfigError(f"{path} must hold a list of token ids, or a list of such lists")
-    return tuple(tuple(row) for row in rows)
 
 
 def _document(request: CaptureRequest, loaded: LoadedModel, engine: Engine, directory: Path) -> dict[str, Any]:

@@ -116,6 +116,7 @@ class TraceMeta:
     driver: str = ""
     pcie: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    forced_tokens: dict[str, Any] = field(default_factory=dict)
     git_revision: str = ""
     seed: int = 0
     status: str = "measured"
@@ -161,7 +162,13 @@ class TraceMeta:
         for key in ("model", "sparse", "method", "slots", "policy", "host_kv_dtype", "sequences"):
             if key not in values:
                 raise TraceError(f"{source}: key {key!r} is missing")
-        for key, kind in (("model", dict), ("sparse", dict), ("sequences", list), ("versions", dict)):
+        for key, kind in (
+            ("model", dict),
+            ("sparse", dict),
+            ("sequences", list),
+            ("versions", dict),
+            ("forced_tokens", dict),
+        ):
             if key in values and not isinstance(values[key], kind):
                 raise TraceError(f"{source}: {key} must be a JSON {'object' if kind is dict else 'list'}")
         try:

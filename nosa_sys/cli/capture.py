@@ -50,8 +50,13 @@ def command(
         ),
     ] = False,
     force_tokens: Annotated[
-        Path | None,
-        typer.Option("--force-tokens", help="Decode this text (or .json of token ids), whatever the model says."),
+        str | None,
+        typer.Option(
+            "--force-tokens",
+            metavar="document|DIR|FILE",
+            help="Decode given tokens, whatever the model says: what follows the prompt in its file, those of another "
+            "trace, a text, or a .json of token ids.",
+        ),
     ] = None,
     seed: Seed = None,
     config: ConfigFile = None,
@@ -71,10 +76,11 @@ def command(
     prompts = tuple(read_prompt(path) for path in decode.prompt_file)
     settings.note("prompts", ", ".join(str(path) for path in decode.prompt_file), "flag")
     check_output(out_dir, overwrite=overwrite)
-    from nosa_sys.experiments.capture import read_force_tokens, run_capture  # torch takes its time
+    from nosa_sys.experiments.capture import run_capture  # torch takes its time
+    from nosa_sys.experiments.forced_tokens import read_force_tokens
 
-    if force_tokens is not None and not force_tokens.is_file():
-        raise ConfigError(f"no such file: {force_tokens}")
+    if force_tokens is not None:
+        settings.note("force_tokens", force_tokens, "flag")
     request, need = build_request(
         settings,
         prompts,

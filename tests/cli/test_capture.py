@@ -77,6 +77,29 @@ def test_forced_tokens_make_two_settings_see_the_same_text(
     assert json.loads((tmp_path / "forced" / "tokens.json").read_text()) == tokens
 
 
+def test_the_document_itself_can_be_forced(nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+    arguments = (
+        "capture",
+        "--model",
+        checkpoint,
+        "--prompt-file",
+        prompt,
+        "--max-prompt-tokens",
+        200,
+        *BUDGETS,
+        *KERNEL,
+    )
+    forced = ("--force-tokens", "document", "--out", tmp_path / "forced")
+    result = nosa(*arguments, "--max-new-tokens", 9, *forced, "--json")
+    assert result.status == 0, result.err
+    text = prompt.read_text()  # the checkpoint's tokenizer takes one character a token
+    assert result.document["text"] == [text[200:209]]
+    assert result.document["options"]["force_tokens"] == {"value": "document", "origin": "flag"}
+    assert Trace.open(tmp_path / "forced").meta.forced_tokens["source"] == "document"
+    refused = nosa(*arguments, "--max-new-tokens", 900, *forced, "--overwrite")
+    assert (refused.status, "tokens to force" in refused.err) == (2, True)
+
+
 def test_batch_of_two_prompts_and_spare_slots(nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
     result = nosa(
         *("capture", "--model", checkpoint, "--prompt-file", prompt, "--prompt-file", prompt, "--max-new-tokens", 6),
