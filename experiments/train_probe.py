@@ -107,7 +107,7 @@ def _rows(options: argparse.Namespace, runs: list[TrainSettings]) -> Iterator[di
                 bases[run.head] = _base(options, settings)
             row = _probe(settings, bases[run.head], options)
             rows.append(row)
-            document = {"kind": "training probe", "status": "measured", "rows": rows}
+            document: dict[str, Any] = {"kind": "training probe", "status": "measured", "rows": rows}
             document |= {"facts": facts(bases[run.head].model), "weights": "random" if options.random else run.model}
             (options.out / "probe.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             print(json.dumps(row), flush=True)

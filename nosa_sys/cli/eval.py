@@ -56,9 +56,8 @@ def command(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    from nosa_sys.machine import cpu_name, git_revision, versions
     from nosa_sys.training.evaluate import Evaluation
-    from nosa_sys.training.summaries import summarise
+    from nosa_sys.training.summaries import evaluation_document
     from nosa_sys.training.texts import read_texts
 
     found = read_texts(texts)
@@ -67,18 +66,7 @@ def command(
             evaluation = Evaluation(settings, found, device=device, progress=progress)
             rows = evaluation.run()
         pd.DataFrame(rows).to_parquet(partial / "rows.parquet", index=False)
-        document: dict[str, Any] = {
-            "kind": "evaluation",
-            "name": settings.name,
-            "status": "measured",
-            "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name(),
-            "recipe": data,
-            "texts": [{"name": text.name, "sha256": text.sha256} for text in found],
-            "figures": summarise(rows, [subject.name for subject in settings.subjects], settings.seed),
-            "notes": evaluation.notes,
-            "versions": versions(),
-            "git_revision": git_revision(),
-        }
+        document = evaluation_document(settings, data, found, rows, device) | {"notes": evaluation.notes}
         (partial / "summary.json").write_text(json_module.dumps(out.plain(document), indent=1) + "\n", encoding="utf-8")
     console = out.human(json)
     for table in figure_tables(document["figures"], settings.baseline_name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import time
 from pathlib import Path
@@ -55,8 +54,7 @@ def command(
     data = read_yaml_mapping(recipe, RECIPE_KEYS)
     changes: dict[str, Any] = {"steps": steps, "attention": attention}
     changes = {name: value for name, value in changes.items() if value is not None}
-    runs = _chosen(parse_train_recipe(data, str(recipe)), only, seed)
-    runs = [dataclasses.replace(run, **changes) for run in runs]  # a run's own key does not hide the flag
+    runs = _chosen(parse_train_recipe(data, str(recipe), changes), only, seed)
     if pack is not None:
         _pack(runs, texts, pack, overwrite=overwrite)
         return

@@ -392,7 +392,7 @@ class _Plan:
         self.scale = 1.0 / math.sqrt(dim)
         none = torch.empty(0, dtype=torch.int32, device=q.device)  # pointers that are not followed
         self.by_rows: tuple[Tensor | None, ...] = (None, none, none)
-        self.by_columns = self.by_rows
+        self.by_columns: tuple[Tensor | None, ...] = self.by_rows
         if lists is not None:
             self.by_rows = (lists.member, lists.row_counts, lists.row_tiles)
             self.by_columns = (lists.member, lists.column_counts, lists.column_tiles)

@@ -24,6 +24,7 @@ from nosa_sys.training.texts import Document
 
 Progress = Callable[[str, int, int], None]
 Row = dict[str, Any]
+_EXCERPT_CHARACTERS = 16  # of a long document are encoded for a token that is needed: four times what English takes
 
 
 @dataclass(frozen=True)
@@ -70,25 +71,37 @@ class Evaluation:
         self._baseline = self._load(settings.ordered_subjects[0])
         self._documents = documents
         self._cut: list[tuple[Document, list[int]]] = self._cut_documents()
-        self._baseline_tokens: dict[tuple[int, int], list[int]] = {}  # by (k, document)
+        self._cases: dict[int, list[tuple[str, Case]]] = {}
+        self.written: dict[str, list[int]] = {}  # what the baseline generated, by k and document
 
     def run(self) -> list[Row]:
         """All rows."""
-        settings = self.settings
-        for subject in settings.ordered_subjects:
-            loaded = self._baseline if subject.name == settings.baseline_name else self._load(subject)
-            if loaded.model.shape.vocab_size != self._baseline.model.shape.vocab_size:
-                raise ConfigError(f"subject {subject.name} has another vocabulary than {settings.baseline_name}")
-            for context, asked in settings.cells():
-                cell = self._cell(subject, loaded, context, asked)
-                self._score(cell)
-                if settings.cases and settings.tasks:
-                    self._retrieve(cell)
-            if settings.generation_documents:
-                for asked in settings.budgets():
-                    context = settings.generation_prompt + settings.generation_tokens
-                    self._generate(self._cell(subject, loaded, context, asked))
+        for subject in self.settings.ordered_subjects:
+            self.run_subject(subject)
         return self.rows
+
+    def run_subject(self, subject: Subject) -> list[Row]:
+        """Rows of one subject. Where something is generated the baseline has its turn first, or its ``written`` is set
+        from a session before; ConfigError otherwise."""
+        settings, n_before = self.settings, len(self.rows)
+        is_baseline = subject.name == settings.baseline_name
+        if settings.generation_documents and not is_baseline and not self.written:
+            raise ConfigError(
+                f"subject {subject.name} reads what {settings.baseline_name} generates; run that one first"
+            )
+        loaded = self._baseline if is_baseline else self._load(subject)
+        if loaded.model.shape.vocab_size != self._baseline.model.shape.vocab_size:
+            raise ConfigError(f"subject {subject.name} has another vocabulary than {settings.baseline_name}")
+        for context, asked in settings.cells():
+            cell = self._cell(subject, loaded, context, asked)
+            self._score(cell)
+            if settings.cases and settings.tasks:
+                self._retrieve(cell)
+        if settings.generation_documents:
+            for asked in settings.budgets():
+                context = settings.generation_prompt + settings.generation_tokens
+                self._generate(self._cell(subject, loaded, context, asked))
+        return self.rows[n_before:]
 
     def _cell(self, subject: Subject, loaded: LoadedModel, context: int, asked: SparseConfig) -> _Cell:
         sparse = self.settings.budget_of(subject, asked, context, loaded.model.shape)
@@ -118,9 +131,14 @@ class Evaluation:
         for index, document in enumerate(self._documents):
             if len(found) == needed:
                 break
-            tokens = self._baseline.tokenizer.encode(document.text)
+            rng = np.random.default_rng((settings.seed, index + 1))
+            text, span = document.text, _EXCERPT_CHARACTERS * length
+            if len(text) > span:  # a whole book takes a second to encode
+                first = int(rng.integers(len(text) - span + 1))
+                text = text[first : first + span]
+            tokens = self._baseline.tokenizer.encode(text)
             if len(tokens) >= length:
-                start = int(np.random.default_rng((settings.seed, index + 1)).integers(len(tokens) - length + 1))
+                start = int(rng.integers(len(tokens) - length + 1))
                 found.append((document, tokens[start : start + length]))
                 self._progress("reading documents", len(found), needed)
         if len(found) < needed:
@@ -176,16 +194,9 @@ class Evaluation:
 
     # ---- retrieval
     def _retrieve(self, cell: _Cell) -> None:
-        settings, tokenizer = self.settings, self._baseline.tokenizer
-        cases: list[tuple[str, Case]] = []
-        for number, kind in enumerate(settings.tasks):
-            for index in range(settings.cases):
-                document = self._cut[index % len(self._cut)][0]
-                for depth_index, depth in enumerate(settings.depths if kind in NEEDLES else (0.5,)):
-                    seed = (settings.seed, number, index, depth_index)
-                    case = make_case(kind, cell.context, tokenizer, document.text, depth=depth, seed=seed)
-                    cases.append((document.name, case))
+        cases = self._cases_of(cell.context)
         requests = [Request(case.prompt, case.max_new_tokens, SamplingParams()) for _, case in cases]
+        tokenizer = self._baseline.tokenizer
         done = self._decode(cell, requests, "retrieval", tokenizer.eos_ids)
         for (name, case), tokens in zip(cases, done.tokens, strict=True):
             text = tokenizer.decode(tokens)
@@ -196,6 +207,21 @@ class Evaluation:
                     "misses_per_head_step": done.misses_per_head_step, "h2d_bytes_per_step": done.h2d_bytes_per_step,
                 }
             )  # fmt: skip
+
+    def _cases_of(self, context: int) -> list[tuple[str, Case]]:
+        """(document, case) of every retrieval task, the same for all subjects."""
+        if context not in self._cases:
+            settings, made = self.settings, []
+            for number, kind in enumerate(settings.tasks):
+                for index in range(settings.cases):
+                    document = self._cut[index % len(self._cut)][0]
+                    for depth_index, depth in enumerate(settings.depths if kind in NEEDLES else (0.5,)):
+                        seed = (settings.seed, number, index, depth_index)
+                        tokenizer = self._baseline.tokenizer
+                        case = make_case(kind, context, tokenizer, document.text, depth=depth, seed=seed)
+                        made.append((document.name, case))
+            self._cases[context] = made
+        return self._cases[context]
 
     def _decode(self, cell: _Cell, requests: list[Request], what: str, eos_ids: Sequence[int] = ()) -> Any:
         total, done = sum(request.max_new_tokens for request in requests), 0
@@ -234,10 +260,10 @@ class Evaluation:
         ]
         done = self._decode(cell, requests, "generation")
         for index, ((document, tokens), written) in enumerate(zip(documents, done.tokens, strict=True)):
-            key = (cell.asked.topk, index)
+            key = f"k{cell.asked.topk}.{index}"
             if cell.subject.name == settings.baseline_name:
-                self._baseline_tokens[key] = written
-            theirs = self._baseline_tokens[key]
+                self.written[key] = written
+            theirs = self.written[key]
             prompt = tokens[:prompt_tokens]
             own = score_document(self._baseline.model, [*prompt, *written], cell.sparse, method="full")
             read = score_document(cell.loaded.model, [*prompt, *theirs], cell.sparse, method=cell.subject.method)

@@ -146,16 +146,20 @@ class TrainSettings:
 RECIPE_KEYS = (*(entry.name for entry in dataclasses.fields(TrainSettings) if entry.name != "seed"), "runs", "seeds")
 
 
-def parse_train_recipe(data: Mapping[str, Any], source: str) -> list[TrainSettings]:
+def parse_train_recipe(
+    data: Mapping[str, Any], source: str, changes: Mapping[str, Any] | None = None
+) -> list[TrainSettings]:
     """Every run of a recipe: ``runs`` is a list of keys that replace the recipe's, each with a name; ``seeds`` repeats
-    all of them. Raises ConfigError naming the key at fault."""
+    all of them. ``changes`` win over both. Raises ConfigError naming the key at fault."""
     base = {key: value for key, value in data.items() if key not in ("runs", "seeds")}
     runs, seeds = data.get("runs", [{}]), data.get("seeds", [0])
     if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
         raise ConfigError(f"{source}: runs must be a list of mappings, one a run")
     if not isinstance(seeds, list) or not seeds:
         raise ConfigError(f"{source}: seeds must be a list of whole numbers")
-    made = [build(TrainSettings, {**base, **run, "seed": seed}, source) for run in runs for seed in seeds]
+    made = [
+        build(TrainSettings, {**base, **run, **(changes or {}), "seed": seed}, source) for run in runs for seed in seeds
+    ]
     names = [settings.directory for settings in made]
     if len(set(names)) < len(names):
         raise ConfigError(f"{source}: two runs are called {max(names, key=names.count)}; give each a name")

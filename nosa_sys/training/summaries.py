@@ -6,12 +6,33 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from nosa_sys.machine import cpu_name, git_revision, versions
+from nosa_sys.training.evaluation_settings import EvalSettings
 from nosa_sys.training.statistics import Interval, exponential, interval
+from nosa_sys.training.texts import Document
 
 Row = dict[str, Any]
 _CELL = ("subject", "method", "head", "context", "budget_k", "topk", "slots", "gpu_bytes")
 _SIDE = ("misses_per_head_step", "h2d_bytes_per_step", "gamma_weighted", "dense_mass", "d2h_bytes_per_step")
+
+
+def evaluation_document(
+    settings: EvalSettings, recipe: dict[str, Any], texts: Sequence[Document], rows: Sequence[Row], device: str
+) -> dict[str, Any]:
+    """What an evaluation leaves beside its rows: figures, and all that they depend on."""
+    return {
+        "kind": "evaluation",
+        "name": settings.name,
+        "status": "measured",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name(),
+        "recipe": recipe,
+        "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
+        "figures": summarise(rows, [subject.name for subject in settings.subjects], settings.seed),
+        "versions": versions(),
+        "git_revision": git_revision(),
+    }
 
 
 def summarise(rows: Sequence[Row], against: Iterable[str], seed: int = 0) -> list[Row]:

@@ -1,0 +1,141 @@
+"""Train the runs of a recipe and evaluate them within so many minutes, on a machine that may not be there next time.
+
+    python -m nosa_sys.experiments.train_and_eval --train TRAIN.yaml --texts PACK --eval EVAL.yaml --eval-texts TEXTS
+        --minutes 9 --results DIR [--bring nosa-seed0] [--device cuda]
+
+Runs are trained in order into out/TRAIN, then the subjects whose models are there are evaluated one by one into
+out/EVAL. The same command goes on where the last one stopped, as long as those folders are there. Every call leaves in
+--results: results.tar.xz with all loss logs, summaries and rows so far, the adapters of the runs named by --bring, and
+session.json with what was done and the seconds it took. An earlier results.tar.xz is read back with --earlier: its
+evaluated subjects are not evaluated again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nosa_sys.cli.settings import read_yaml_mapping
+from nosa_sys.errors import ConfigError, NosaError
+from nosa_sys.experiments.train_and_eval_stages import evaluate, train
+from nosa_sys.models.load import check_device
+from nosa_sys.training.evaluation_settings import EVAL_KEYS
+from nosa_sys.training.export import ADAPTER
+from nosa_sys.training.recipe import RECIPE_KEYS, parse_train_recipe
+
+SMALL = (".json", ".jsonl", ".parquet")
+ARCHIVE = "results.tar.xz"
+_MAX_BYTES = 15 * 2**20  # of one file that comes back
+_MAX_UNPACKED_BYTES = 256 * 2**20
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One session; 0 when everything is finished, 3 when something is left to do, 2 for a wrong request."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--train", type=Path, required=True, help="training recipe")
+    parser.add_argument("--texts", type=Path, required=True, help="token pack, folder or archive to train on")
+    parser.add_argument("--eval", type=Path, action="append", default=[], help="evaluation recipe; may be given again")
+    parser.add_argument("--eval-texts", type=Path, help="folder or archive to evaluate on")
+    parser.add_argument("--results", type=Path, required=True, help="folder for what comes back")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--only", help="runs to train, comma separated")
+    parser.add_argument("--attention", help="for every run")
+    parser.add_argument("--steps", type=int, help="for every run")
+    parser.add_argument("--bring", default="", help="runs whose adapters come back, comma separated")
+    parser.add_argument("--earlier", type=Path, help="results.tar.xz of a session before, on another machine")
+    parser.add_argument("--device", default="cuda")
+    for name in ("documents", "cases", "generation_documents"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="in place of the evaluation recipe's")
+    options = parser.parse_args(arguments)
+    end_s = time.monotonic() + 60 * options.minutes
+    try:
+        return _session(options, lambda: end_s - time.monotonic())
+    except NosaError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
+    check_device(options.device)
+    changes = {name: getattr(options, name) for name in ("attention", "steps") if getattr(options, name) is not None}
+    runs = parse_train_recipe(read_yaml_mapping(options.train, RECIPE_KEYS), str(options.train), changes)
+    if options.only is not None:
+        runs = [run for run in runs if run.name in options.only.split(",")]
+    runs.sort(key=lambda run: run.seed)  # all methods under one seed come before the next seed
+    if options.eval and options.eval_texts is None:
+        raise ConfigError("--eval needs --eval-texts: what the models read")
+    recipes = {path: read_yaml_mapping(path, EVAL_KEYS) for path in options.eval}
+    for recipe, name in itertools.product(recipes.values(), ("documents", "cases", "generation_documents")):
+        if getattr(options, name) is not None:
+            recipe[name] = getattr(options, name)
+    options.results.mkdir(parents=True, exist_ok=True)
+    if options.earlier is not None:
+        unpack(options.earlier, options.out)
+    folders = [options.out / options.train.stem]
+    session: dict[str, Any] = {"kind": "training and evaluation", "device": options.device}
+    session["training"] = train(runs, options.texts, folders[0], options.device, left_s)
+    session["finished"] = all(row["finished"] for row in session["training"])
+    session["evaluation"] = {}
+    for path, recipe in recipes.items():
+        folders.append(options.out / path.stem)
+        done = evaluate(recipe, path, options.eval_texts, folders[-1], options.device, left_s)
+        session["evaluation"][path.stem] = done
+        session["finished"] &= all(row["finished"] for row in done)
+    bring(options.bring, folders[0], options.results)
+    (options.results / "session.json").write_text(json.dumps(session, indent=1) + "\n", encoding="utf-8")
+    n_bytes = pack(options.out, folders, options.results / ARCHIVE)
+    print(f"{options.results / ARCHIVE}: {n_bytes} bytes; {'all finished' if session['finished'] else 'not finished'}")
+    return 0 if session["finished"] else 3
+
+
+def pack(root: Path, folders: list[Path], path: Path) -> int:
+    """The small files of ``folders`` in one archive, names relative to ``root``; returns its bytes."""
+    with tarfile.open(path, "w:xz") as archive:
+        for folder in folders:
+            for file in sorted(folder.rglob("*")):
+                inside = file.relative_to(folder).parts
+                of_model = any(part == "model" or part.startswith("checkpoint-") for part in inside)
+                if file.is_file() and file.suffix in SMALL and not of_model:
+                    archive.add(file, arcname=str(file.relative_to(root)))
+    return path.stat().st_size
+
+
+def unpack(path: Path, root: Path) -> None:
+    """Put the small files of an earlier archive back where none is; ConfigError for anything else in it."""
+    try:
+        with tarfile.open(path) as archive:
+            members = archive.getmembers()
+            if sum(member.size for member in members) > _MAX_UNPACKED_BYTES:
+                raise ConfigError(f"{path} holds more than {_MAX_UNPACKED_BYTES} bytes; give a {ARCHIVE} of a session")
+            if not all(member.isfile() and Path(member.name).suffix in SMALL for member in members):
+                raise ConfigError(f"{path} holds more than logs and rows; give a {ARCHIVE} of a session before")
+            for member in members:
+                if not (root / member.name).exists():
+                    archive.extract(member, root, filter="data")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ConfigError(f"{path} is no {ARCHIVE} of a session before: {error}") from None
+
+
+def bring(names: str, folder: Path, results: Path) -> None:
+    """Copy the adapters of the named runs that are finished; ConfigError for one too large to come back."""
+    for name in filter(None, names.split(",")):
+        adapter = folder / name / ADAPTER
+        if not adapter.exists():
+            print(f"{name} has no adapter yet")
+            continue
+        if adapter.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{adapter} has {adapter.stat().st_size} bytes, more than {_MAX_BYTES}; use a lower rank")
+        shutil.copyfile(adapter, results / f"{name}.{ADAPTER}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
