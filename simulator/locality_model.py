@@ -1,6 +1,11 @@
-"""Locality model: seeded synthetic selections for contexts, models and budgets that were never captured.
+"""Selections drawn from a locality model, for contexts, models and budgets never captured; the simplest such model.
 
-Every stream (sequence, layer, KV head) has units of 64 tokens. A unit's query-aware score at step t is
+A model draws scores and betas; the blocks are then selected by the very rule that traces are selected by, and pass
+through the same slot caches, so k, k_e, block size, context, slots and policy act as they do on a trace.
+`LocalityModel` has a handful of parameters for all heads; `locality.fitted` has its own for each head.
+
+In `LocalityModel` every stream (sequence, layer, KV head) has units of 64 tokens. A unit's query-aware score at step
+t is
 
     popularity_spread * z + slow(t) + fast(t)
 
@@ -8,8 +13,7 @@ with z ~ N(0, 1) constant, ``slow`` an AR(1) process of unit variance with ``slo
 ``fast`` white with the standard deviation fast_spread * exp(N(0, stream_spread) + fast_tilt * z): the first term is
 drawn once a stream, the second lets popular units fluctuate more. A unit's beta is constant ~ N(0, 1), correlated
 with z by ``beta_correlation``. A block of several units takes their maximum; units split by smaller blocks keep
-``part_correlation`` among their parts. The blocks are then selected by the very rule that traces are selected by, and
-pass through the same slot caches, so k, k_e, block size, context, slots and policy act as they do on a trace.
+``part_correlation`` among their parts.
 
 Fit of the default parameters: see `LocalityModel`.
 """
@@ -19,16 +23,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from nosa_sys.errors import CapacityError, ConfigError
-from nosa_sys.methods import Method, get_method
+from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.workload import SequenceHistory
 from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.traces.policies import get_policy
 from nosa_sys.traces.replay import misses_of, serve
-from nosa_sys.traces.reuse import block_uses
+from nosa_sys.traces.reuse import BlockUses, block_uses, gamma_of
 from nosa_sys.traces.rows import SelectionRows
 from nosa_sys.traces.selection import select_blocks_np
 
@@ -37,6 +44,25 @@ _UNITS_AT_ONCE = 16
 # Limits of one sequence: above them a mistyped context or step count would run for hours or fill memory.
 MAX_SCORES = 2**33
 MAX_UNITS = 2**25
+
+
+class ScoreSource(Protocol):
+    """Scores of one sequence; ``betas`` ``[stream, block]`` cover all its blocks, stream = layer * KV heads + head."""
+
+    betas: np.ndarray
+
+    def next_step(self, n_blocks: int) -> np.ndarray:
+        """Scores ``[stream, >= n_blocks]`` of the next step, whose current block is number ``n_blocks`` - 1."""
+
+
+class ScoreModel(Protocol):
+    """Anything that scores of a sequence can be drawn from."""
+
+    def scores(self, shape: ModelShape, sparse: SparseConfig, tokens: int, rng: np.random.Generator) -> ScoreSource:
+        """A fresh sequence that will reach ``tokens`` tokens."""
+
+    def describe(self) -> str:
+        """Name and what it rests on, for the rules of a prediction."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +101,12 @@ class LocalityModel:
                 raise ConfigError(f"locality model: {field.name}={value!r} must lie in [{low:g}, {high:g}]")
             if not math.isfinite(value):
                 raise ConfigError(f"locality model: {field.name}={value!r} must be finite")
+
+    def scores(self, shape: ModelShape, sparse: SparseConfig, tokens: int, rng: np.random.Generator) -> ScoreSource:
+        return _BlockScores(self, shape.n_layers * shape.n_kv_heads, tokens, sparse.block_size, rng)
+
+    def describe(self) -> str:
+        return ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(self).items())
 
 
 class _Scores:
@@ -116,8 +148,7 @@ class _BlockScores:
         self._parts = _Scores(model, n_streams, n_units * self._parts_per_unit, rng) if split else None
         self.betas = self._pooled(self._units.betas, None if self._parts is None else self._parts.betas)
 
-    def next_step(self) -> np.ndarray:
-        """Scores [stream, block] of the next step."""
+    def next_step(self, n_blocks: int) -> np.ndarray:
         return self._pooled(self._units.next_step(), None if self._parts is None else self._parts.next_step())
 
     def _pooled(self, units: np.ndarray, parts: np.ndarray | None) -> np.ndarray:
@@ -140,16 +171,26 @@ class SyntheticSelections:
 
     def history(self, slots: int, policy: str) -> SequenceHistory:
         """Pass the selections through slot caches; misses by the counting rules of traces."""
-        uses = block_uses(self.rows)
-        stream = np.repeat(np.arange(len(self.betas)), np.diff(uses.first_block))
-        betas = self.betas[stream, uses.block_ids]
+        uses = self._uses
+        betas = None
+        if get_policy(policy).needs_betas:
+            stream = np.repeat(np.arange(len(self.betas)), np.diff(uses.first_block))
+            betas = self.betas[stream, uses.block_ids]
         loaded = serve(uses, self.sparse, get_method(self.method), slots, policy, betas)
-        shape = (self.n_layers, self.n_kv_heads, -1)
-        misses = misses_of(uses, loaded).reshape(shape).transpose(2, 0, 1)
-        selected = uses.rows.n_selected.reshape(shape).transpose(2, 0, 1)
-        n_steps = misses.shape[0]
-        position = uses.rows.position[:n_steps].astype(np.int64)
-        return SequenceHistory(position, uses.rows.cold[:n_steps], misses, selected)
+        misses = self._by_step(misses_of(uses, loaded))
+        position = uses.rows.position[: len(misses)].astype(np.int64)
+        return SequenceHistory(position, uses.rows.cold[: len(misses)], misses, self._by_step(uses.rows.n_selected))
+
+    def gamma(self) -> np.ndarray:
+        """gamma [step, layer, kv_head], NaN at the cold step."""
+        return self._by_step(gamma_of(self._uses, self._uses.rows.cold))
+
+    @cached_property
+    def _uses(self) -> BlockUses:
+        return block_uses(self.rows)
+
+    def _by_step(self, values: np.ndarray) -> np.ndarray:
+        return values.reshape(self.n_layers, self.n_kv_heads, -1).transpose(2, 0, 1)
 
 
 def synthetic_positions(context: int, steps: int, seed: int, sequence: int) -> np.ndarray:
@@ -166,7 +207,7 @@ def synthetic_selections(
     *,
     context: int,
     steps: int,
-    model: LocalityModel,
+    model: ScoreModel,
     seed: int = 0,
     sequence: int = 0,
 ) -> SyntheticSelections:
@@ -183,22 +224,32 @@ def synthetic_selections(
         raise CapacityError(
             f"context={context} x steps={steps} x {n_streams} heads exceeds the locality model; lower context or steps"
         )
-    rng = np.random.default_rng([seed, sequence, 0])
-    scores = _BlockScores(model, n_streams, int(positions[-1]) + 1, sparse.block_size, rng)
-    selected = np.stack([_select(scores, int(p), sparse, variant) for p in positions])
+    source = model.scores(shape, sparse, int(positions[-1]) + 1, np.random.default_rng([seed, sequence, 0]))
+    return select_at(source, positions, shape, sparse, method, sequence)
+
+
+def select_at(
+    source: ScoreSource,
+    positions: np.ndarray,
+    shape: ModelShape,
+    sparse: SparseConfig,
+    method: str,
+    sequence: int = 0,
+) -> SyntheticSelections:
+    """Select at consecutive ``positions`` [step] by the rule of SPEC section 3.4 that replays use."""
+    variant = get_method(method)
+    selected = []
+    for position in positions:
+        n_blocks = int(position) // sparse.block_size + 1
+        selected.append(select_blocks_np(source.next_step(n_blocks), source.betas, n_blocks, sparse, variant)[0])
     return SyntheticSelections(
-        _as_rows(selected, positions, shape, sequence),
-        scores.betas,
+        _as_rows(np.stack(selected), positions, shape, sequence),
+        source.betas,
         shape.n_layers,
         shape.n_kv_heads,
         sparse,
         method,
     )
-
-
-def _select(scores: _BlockScores, position: int, sparse: SparseConfig, method: Method) -> np.ndarray:
-    n_blocks = position // sparse.block_size + 1
-    return select_blocks_np(scores.next_step(), scores.betas, n_blocks, sparse, method)[0]
 
 
 def _as_rows(selected: np.ndarray, positions: np.ndarray, shape: ModelShape, sequence: int) -> SelectionRows:

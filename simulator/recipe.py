@@ -23,7 +23,8 @@ from pydantic import (
 )
 
 from nosa_sys.errors import ConfigError
-from nosa_sys.simulator.locality_model import LocalityModel
+from nosa_sys.simulator.locality.registry import get_locality
+from nosa_sys.simulator.locality_model import LocalityModel, ScoreModel
 from nosa_sys.simulator.schedules import Schedule, get_schedule
 from nosa_sys.slot_count import slots_of
 
@@ -71,7 +72,7 @@ class LocalityRecipe(StrictModel):
 
 
 class SyntheticRecipe(StrictModel):
-    """A workload of the locality model."""
+    """A workload of a locality model: the name of one (fitted:NAME), or parameters of the simple one."""
 
     model_shape: StrictStr
     context: Count
@@ -79,8 +80,11 @@ class SyntheticRecipe(StrictModel):
     steps: Count = 64
     method: StrictStr = "nosa"
     sparse: SparseRecipe = SparseRecipe()
-    locality: LocalityRecipe = LocalityRecipe()
+    locality: LocalityRecipe | StrictStr = LocalityRecipe()
     distinct_sequences: Count = 4
+
+    def build_locality(self) -> ScoreModel:
+        return get_locality(self.locality) if isinstance(self.locality, str) else self.locality.build()
 
 
 class BaseRecipe(StrictModel):

@@ -14,6 +14,8 @@ from nosa_sys.simulator.grid import check_grid
 from nosa_sys.simulator.hardware import HardwareProfile, load_hardware
 from nosa_sys.simulator.host_storage import host_storage
 from nosa_sys.simulator.link import LINK_NUMBERS, OWN_LINK, LinkDescription
+from nosa_sys.simulator.locality.registry import get_locality
+from nosa_sys.simulator.locality_model import ScoreModel
 from nosa_sys.simulator.pipeline import Span
 from nosa_sys.simulator.prediction import Prediction, predict
 from nosa_sys.simulator.schedules import Schedule, get_schedule
@@ -62,6 +64,7 @@ def simulate(
     dequant_fixed_us: float | None = None,
     extrapolate: bool = False,
     with_measured: bool = False,
+    locality: str | ScoreModel | None = None,
 ) -> Prediction:
     """Predict decode on ``hardware``: a profile name, the directory of a bundle, or a profile.
 
@@ -76,6 +79,8 @@ def simulate(
     device on another link, ``h2d_gbps`` then replaces that one's bandwidth. ``host_kv_dtype`` keeps host blocks in
     another `KvFormat` (as int4), with the assumed ``dequant_gbps`` and ``dequant_fixed_us``. A situation outside what
     the profile was measured at is refused, or with ``extrapolate`` priced and labelled.
+    ``locality`` (simple, fitted:NAME or a model) draws all misses from that model, in the situation of the trace or
+    workload.
 
     Raises NosaError subclasses naming the value at fault.
 
@@ -95,7 +100,8 @@ def simulate(
     shape = ModelShape.resolve(model_shape) if isinstance(model_shape, str) else model_shape
     storage = host_storage(host_kv_dtype, dequant_gbps, dequant_fixed_us)
     request = Request(shape, context, batch, steps, sparse, method, slots, policy, seed, storage)
-    workload = _open(source, request).workload(request)
+    model = get_locality(locality) if isinstance(locality, str) else locality
+    workload = _open(source, request, model).workload(request)
     if extrapolate:
         profile = profile.extrapolating()
     else:
@@ -127,16 +133,20 @@ def price(situations: list[tuple[Workload, HardwareProfile]], schedule: Schedule
     return found
 
 
-def open_source(source: str | Path | Trace | SyntheticWorkload) -> Source:
-    """A source that answers any number of requests."""
+def open_source(source: str | Path | Trace | SyntheticWorkload, locality: ScoreModel | None = None) -> Source:
+    """A source that answers any number of requests; ``locality`` replaces what its misses come from."""
     if isinstance(source, SyntheticWorkload):
-        return SyntheticSource(source)
-    return TraceSource(source if isinstance(source, Trace) else Trace.open(source))
+        return SyntheticSource(source if locality is None else dataclasses.replace(source, locality=locality))
+    return TraceSource(source if isinstance(source, Trace) else Trace.open(source), locality)
 
 
-def _open(source: str | Path | Trace | MissTable | SyntheticWorkload, request: Request) -> Source:
+def _open(
+    source: str | Path | Trace | MissTable | SyntheticWorkload, request: Request, locality: ScoreModel | None
+) -> Source:
     if not isinstance(source, MissTable):
-        return open_source(source)
+        return open_source(source, locality)
+    if locality is not None:
+        raise ConfigError("a table of misses has misses of its own: pass a trace or a SyntheticWorkload with locality=")
     if request.model_shape is None:
         raise ConfigError("a table of misses needs model_shape= (the model that it was counted on)")
     sparse = request.sparse or SparseConfig().with_block_size(source.block_size)

@@ -14,6 +14,7 @@ from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.host_storage import HostStorage
 from nosa_sys.simulator.locality_model import (
     LocalityModel,
+    ScoreModel,
     SyntheticSelections,
     synthetic_positions,
     synthetic_selections,
@@ -96,7 +97,7 @@ class SyntheticWorkload:
     method: str = "nosa"
     slots: int | None = None
     policy: str | None = None
-    locality: LocalityModel = field(default_factory=LocalityModel)
+    locality: ScoreModel = field(default_factory=LocalityModel)
     distinct_sequences: int = 4
 
 
@@ -139,8 +140,7 @@ class SyntheticSource:
             rng=np.random.default_rng([request.seed, 2]),
         )
         rules = [
-            f"misses come from the locality model at {context} tokens, seed {request.seed}: "
-            + ", ".join(f"{k} {v:g}" for k, v in dataclasses.asdict(base.locality).items())
+            f"misses come from the locality model at {context} tokens, seed {request.seed}: " + base.locality.describe()
         ]
         if self._note:
             rules.insert(0, self._note)
@@ -270,41 +270,37 @@ class TableSource:
 
 
 class TraceSource:
-    """A trace, replayed under the budgets of the request; the last replay is kept, as many requests share it."""
+    """A trace, replayed under the budgets of the request; the last replay is kept, as many requests share it.
 
-    def __init__(self, trace: Trace) -> None:
+    With a ``locality`` only the trace's settings are used: all misses are drawn from that model.
+    """
+
+    def __init__(self, trace: Trace, locality: ScoreModel | None = None) -> None:
         self._trace = trace
+        self._locality = locality
         self._key: tuple[object, ...] = ()
         self._table: TableSource | None = None
-        self._longer: SyntheticSource | None = None
+        self._drawn: SyntheticSource | None = None
 
     def workload(self, request: Request) -> Workload:
         """Recorded misses where nothing is changed, a replay under other budgets, the locality model elsewhere."""
+        if self._locality is not None:
+            if self._drawn is None:
+                note = "a locality model was asked for: the trace's settings are used, its misses are not"
+                self._drawn = _drawn_like(self._replayed(Request()), self._locality, note)
+            return self._drawn.workload(request)
         table = self._replayed(request)
         if request.context in (None, table.own_context):
             return table.workload(request)
-        if self._longer is None:
-            own = table.workload(Request())
-            base = SyntheticWorkload(
-                own.shape,
-                own.sparse,
-                table.own_context,
-                own.batch,
-                len(own.loads),
-                own.method,
-                own.slots or None,
-                own.policy,
-            )
-            self._longer = SyntheticSource(
-                base,
-                f"the trace has {table.own_context} tokens of context: its settings are used, its misses are not",
-            )
-        return self._longer.workload(dataclasses.replace(request, sparse=None, method=None, slots=None, policy=None))
+        if self._drawn is None:
+            note = f"the trace has {table.own_context} tokens of context: its settings are used, its misses are not"
+            self._drawn = _drawn_like(table, LocalityModel(), note)
+        return self._drawn.workload(dataclasses.replace(request, sparse=None, method=None, slots=None, policy=None))
 
     def _replayed(self, request: Request) -> TableSource:
         key = (request.sparse, request.method, request.slots, request.policy)
         if self._table is None or self._key != key:
-            self._key, self._table, self._longer = key, self._replay(request), None
+            self._key, self._table, self._drawn = key, self._replay(request), None
         return self._table
 
     def _replay(self, request: Request) -> TableSource:
@@ -337,6 +333,23 @@ class TraceSource:
             exact=exact and meta.status in ("measured", "validated"),
             recorded_schedule=_moved_as(meta),
         )
+
+
+def _drawn_like(table: TableSource, locality: ScoreModel, note: str) -> SyntheticSource:
+    """Sequences drawn from a model in the situation of a table of misses."""
+    own = table.workload(Request())
+    base = SyntheticWorkload(
+        own.shape,
+        own.sparse,
+        table.own_context,
+        own.batch,
+        len(own.loads),
+        own.method,
+        own.slots or None,
+        own.policy,
+        locality,
+    )
+    return SyntheticSource(base, note)
 
 
 def _moved_as(meta: TraceMeta) -> str:

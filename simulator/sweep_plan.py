@@ -48,7 +48,7 @@ def base_workload(recipe: Recipe) -> SyntheticWorkload | str:
         batch=synthetic.batch,
         steps=recipe.steps or synthetic.steps,
         method=synthetic.method,
-        locality=synthetic.locality.build(),
+        locality=synthetic.build_locality(),
         distinct_sequences=synthetic.distinct_sequences,
     )
 

@@ -33,7 +33,8 @@ from nosa_sys.traces.schema import TraceMeta
 NAME = "simulate"
 _OWN_KEYS = (
     *("hardware", "model_shape", "context", "batch", "steps", "schedule", "prefetch_blocks", "prefetch_hit_share"),
-    *("link", "h2d_gbps", "host_kv_dtype", "dequant_gbps", "dequant_fixed_us", "extrapolate", "engine", "seed"),
+    *("link", "h2d_gbps", "host_kv_dtype", "dequant_gbps", "dequant_fixed_us", "extrapolate", "engine"),
+    *("locality", "seed"),
 )
 
 
@@ -72,6 +73,10 @@ def command(
     ] = None,
     extrapolate: Annotated[
         bool | None, typer.Option("--extrapolate", help="Price beyond what the profile was measured at, and say so.")
+    ] = None,
+    locality: Annotated[
+        str | None,
+        typer.Option("--locality", help="Draw all misses from a model: simple, fitted:NAME (nosa ls) or fitted:FILE."),
     ] = None,
     engine: Annotated[str | None, typer.Option("--engine", help="recurrence (fast) or simpy.")] = None,
     timeline: Annotated[Path | None, typer.Option("--timeline", help="Write Chrome trace events (json.gz).")] = None,
@@ -128,6 +133,7 @@ def command(
         "host_kv_dtype": _optional(settings, "host_kv_dtype", host_kv_dtype, str, "trace"),
         **_given(settings, ("dequant_gbps", dequant_gbps, float), ("dequant_fixed_us", dequant_fixed_us, float)),
         "extrapolate": settings.pick("extrapolate", extrapolate, False),
+        "locality": _optional(settings, "locality", locality, str, "trace"),
         "engine": settings.pick("engine", engine, "recurrence"),
         "seed": settings.pick("seed", seed, 0),
     }
