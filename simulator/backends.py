@@ -45,7 +45,7 @@ def _on_ray(work: Callable[[Job], Result], jobs: list[Job], workers: int) -> Ite
         local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers, "include_dashboard": False}
         ray.init(log_to_driver=False, configure_logging=False, **local)
     try:
-        task = ray.remote(work)
+        task = ray.remote(lambda job: work(job))  # Ray takes plain functions alone
         most = _AHEAD * max(workers, int(ray.cluster_resources().get("CPU", 1)))
         running: collections.deque[Any] = collections.deque()
         for job in jobs:

@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from nosa_sys.errors import ConfigError, HardwareError, NosaError, TraceError
 from nosa_sys.simulator import sweep as sweep_module
 from nosa_sys.simulator.recipe import load_recipe, parse_recipe, slots_of
 from nosa_sys.simulator.simulate import simulate
 from nosa_sys.simulator.sweep import sweep
-
-RECIPE = {
-    "name": "small",
-    "base": {
-        "synthetic": {
-            "model_shape": "nosa-1b",
-            "context": 3000,
-            "steps": 6,
-            "distinct_sequences": 1,
-            "sparse": {"topk": 16, "window_size": 256, "select_blocks": 4},
-        }
-    },
-    "hardware": "h200-provisional",
-    "axes": {"topk": [16, 24], "slots": [1.0, "1.5x", 12], "batch": [1, 3], "h2d_gbps": [25.0, 50.0]},
-}
-
-
-def changed(**edits):
-    """The recipe with some keys, as dotted paths, set or (None) removed."""
-    data = copy.deepcopy(RECIPE)
-    for path, value in edits.items():
-        *parents, last = path.split("__")
-        target = data
-        for key in parents:
-            target = target[key]
-        if value is None:
-            target.pop(last)
-        else:
-            target[last] = value
-    return data
-
-
-def rows_of(out):
-    return pq.read_table(out / "results.parquet").to_pylist()
+from tests.simulator.sweep_recipes import RECIPE, changed, rows_of
 
 
 @pytest.mark.parametrize(
@@ -80,6 +41,14 @@ def rows_of(out):
         ({"schedule": "magic"}, ("magic", "serial, fused_kv, split_merge, two_batch, prefetch")),
         ({"prefetch_blocks": 2}, ("prefetch_blocks", "schedule prefetch")),
         ({"axes__batch": list(range(1, 1001)), "axes__context": list(range(1, 1001))}, ("configurations",)),
+        ({"link": "pcie4-x16", "axes__link": ["own"]}, ("link", "not both")),
+        ({"host_kv_dtype": "fp8", "axes__host_kv_dtype": ["int4"]}, ("host_kv_dtype", "not both")),
+        ({"dequant_gbps": 100.0}, ("host_kv_dtype",)),
+        ({"axes": {}}, ("at least one axis",)),
+        ({"sobol": {"points": 0}}, ("sobol.points",)),
+        ({"sobol": {"points": 4, "batch": {"low": 4, "high": 2}}}, ("sobol.batch", "low=4")),
+        ({"sobol": {"points": 4, "batch": {"low": 1, "hihg": 2}}}, ("sobol.batch.hihg", "'high'")),
+        ({"sobol": {"points": 4, "batch": {"low": 1, "high": 2}}}, ("batch", "axis and a range")),
     ],
 )
 def test_bad_recipes_name_the_key_in_one_line(edits, words):
@@ -205,29 +174,6 @@ def test_block_size_keeps_token_budgets_and_k_e_sets_the_share(tmp_path):
         assert row["topk"] * row["block_size"] == 1024
         assert row["window_size"] == 256
         assert row["select_blocks"] == row["topk"] - row["k_e"]
-
-
-SCRIPT = """
-import sys
-from nosa_sys.simulator.recipe import load_recipe
-from nosa_sys.simulator.sweep import sweep
-if __name__ == "__main__":
-    sweep(load_recipe(sys.argv[1]), sys.argv[2], workers=int(sys.argv[3]))
-"""
-
-
-def test_same_bytes_whatever_the_hash_seed_and_the_workers(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(RECIPE))
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT)
-    found = []
-    for hash_seed, workers in (("0", "1"), ("4711", "2")):
-        out = tmp_path / f"out{workers}"
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, script, recipe, out, workers], env=environment, check=True, cwd=Path.cwd())
-        found.append([(out / name).read_bytes() for name in ("results.parquet", "summary.json")])
-    assert found[0] == found[1]
 
 
 def test_a_killed_sweep_resumes_and_gives_the_same_bytes(tmp_path, monkeypatch):
