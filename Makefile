@@ -2,7 +2,7 @@
 # They need Python 3.11 or newer (with venv), gcc and make, and a package registry on the first run.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test lint format structure clean
+.PHONY: help demo results bench test lint format structure clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -18,6 +18,7 @@ WORKERS ?= 2
 
 help:
 	@echo "make demo    capture, check, replay, sweep and report on a real document (out/demo/report.html)"
+	@echo "make results measurements kept in experiments/results on the simulator's lines (out/results.html)"
 	@echo "make test    linters, type checker and all tests"
 	@echo "make bench   profile this CPU, predict the engine's step, measure it, compare (out/validate)"
 	@echo "make lint    linters and type checker alone"
@@ -48,6 +49,9 @@ $(DEVELOP): $(RUNTIME)
 
 demo: $(RUNTIME)
 	$(BIN)/nosa demo --out out/demo --overwrite
+
+results: $(RUNTIME)
+	$(BIN)/nosa results --out out/results.html --overwrite
 
 # The simulator against the engine on this CPU; exit status 1 when the recipe's thresholds are exceeded.
 bench: $(RUNTIME)

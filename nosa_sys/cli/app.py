@@ -17,10 +17,12 @@ from nosa_sys.cli import (
     doctor,
     eval,
     generate,
+    locality,
     ls,
     profile,
     replay,
     report,
+    results,
     simulate,
     sweep,
     trace,
@@ -59,10 +61,14 @@ def _root(
     """Decode with NOSA sparse attention and KV offload, record what moves, and price it on other hardware."""
 
 
-for _module in (doctor, generate, capture, replay, profile, simulate, sweep, validate, train, eval, report, ls, demo):
+for _module in (
+    *(doctor, generate, capture, replay, profile, simulate, sweep, validate, train, eval),
+    *(report, results, ls, demo),
+):
     app.command(_module.NAME)(_module.command)
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")
+app.add_typer(locality.app, name="locality")
 
 
 def _fail(message: str, code: int) -> int:

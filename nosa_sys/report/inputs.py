@@ -100,11 +100,11 @@ def _collect(path: Path, inputs: ReportInputs, depth: int) -> None:
     elif (path / "prediction.json").is_file():
         inputs.predictions.append(_read_result(path / "prediction.json"))
     elif (path / VALIDATION_FILE).is_file():
-        inputs.validations.append(_read_validation(path / VALIDATION_FILE))
+        inputs.validations.append(read_validation(path / VALIDATION_FILE))
     elif (path / "results.parquet").is_file():
         summary = path / "summary.json"
         inputs.sweeps.append(
-            SweepInput(path, _read_parquet(path / "results.parquet"), read_json(summary) if summary.is_file() else {})
+            SweepInput(path, read_parquet(path / "results.parquet"), read_json(summary) if summary.is_file() else {})
         )
     else:
         found = False
@@ -138,7 +138,7 @@ def _read_result(path: Path) -> dict[str, Any]:
     return data
 
 
-def _read_validation(path: Path) -> dict[str, Any]:
+def read_validation(path: Path) -> dict[str, Any]:
     """A validation whose compared cells have what the figure needs; TraceError names what is missing."""
     data = read_json(path)
     cells = data.get("cells")
@@ -155,7 +155,7 @@ def _read_validation(path: Path) -> dict[str, Any]:
     return data
 
 
-def _read_parquet(path: Path) -> pd.DataFrame:
+def read_parquet(path: Path) -> pd.DataFrame:
     try:
         return pq.read_table(path).to_pandas()
     except (pa.ArrowException, OSError, ValueError) as error:

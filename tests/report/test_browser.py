@@ -11,6 +11,7 @@ import pytest
 
 from nosa_sys.report.inputs import load_inputs
 from nosa_sys.report.page import build_page
+from nosa_sys.report.results.page import build_results_page
 from tests.report.report_inputs import write_everything
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -53,6 +54,21 @@ def test_every_plot_is_drawn_without_a_console_message(browser: str, tmp_path: P
         assert 'class="main-svg"' in section, f"{key} is not drawn"
         marks = len(re.findall(r'class="(trace |point|js-line|hm)', section)) + section.count("<image")
         assert marks > 0, f"{key} has no trace"
+
+
+def test_every_plot_of_the_results_page_is_drawn(browser: str, tmp_path: Path) -> None:
+    page = build_results_page(Path(__file__).parents[2] / "experiments" / "results")
+    file = tmp_path / "results.html"
+    file.write_text(page.html, encoding="utf-8")
+    dom, console = open_page(browser, file, tmp_path / "profile")
+    assert not console
+    body = dom.split("</head>")[1]
+    for section in page.sections:
+        for index in range(len(section.plots)):
+            start = body.index(f'id="{section.key}-{index}"')
+            drawn = body[start : body.index("</section>", start)]
+            assert 'class="main-svg"' in drawn, f"{section.key} is not drawn"
+            assert re.search(r'class="(trace |point|js-line)', drawn), f"{section.key} has no trace"
 
 
 def test_console_messages_are_seen(browser: str, tmp_path: Path) -> None:

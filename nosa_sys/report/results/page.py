@@ -1,0 +1,70 @@
+"""The results page: one file out of what is committed under experiments/results and a profile of the simulator."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from pathlib import Path
+
+from nosa_sys.errors import TraceError
+from nosa_sys.report.html import document, html_id, legend_of
+from nosa_sys.report.results.breakdown import breakdown
+from nosa_sys.report.results.budgets import k_e_sweep
+from nosa_sys.report.results.errors import predicted_against_measured
+from nosa_sys.report.results.files import profile_table, read_rows
+from nosa_sys.report.results.fragments import fragments
+from nosa_sys.report.results.hot_buffer import hot_buffer_table
+from nosa_sys.report.results.link_limit import link_limit
+from nosa_sys.report.results.section import Section
+from nosa_sys.report.results.throughput import throughput
+from nosa_sys.simulator.hardware import load_hardware
+
+TITLE = "NOSA: what was measured, and what the simulator says of it"
+
+
+@dataclass(frozen=True)
+class ResultsPage:
+    """The document and its sections, those without data among them."""
+
+    html: str
+    sections: list[Section]
+
+
+def build_sections(root: Path, hardware: str) -> list[Section]:
+    """Every figure from the results under ``root``; TraceError for a directory or file that cannot be read."""
+    if not root.is_dir():
+        raise TraceError(f"no such directory: {root}; run from the project's root, or give --results DIR")
+    profile = load_hardware(hardware)
+    stages = {
+        name: read_rows(root, f"h200/nosi/{name}.json")
+        for name in ("methods", "crossover", "schedules", "paper", "hot_buffer")
+    }
+    bench = read_rows(root, "h200/kernel_limits/bench.json")
+    budgets = read_rows(root, "cpu/budgets/budgets.json")
+    return [
+        *throughput(stages["methods"], stages["crossover"], profile),
+        hot_buffer_table(stages["hot_buffer"], profile),
+        *breakdown(stages["schedules"], stages["paper"], profile),
+        link_limit(stages["schedules"], stages["paper"], stages["hot_buffer"], profile),
+        k_e_sweep(budgets, profile),
+        fragments(profile_table(hardware, "link_runs"), bench, budgets, profile),
+        *predicted_against_measured(root),
+    ]
+
+
+def build_results_page(root: Path, hardware: str = "h200") -> ResultsPage:
+    """The page; every text from a file is escaped."""
+    sections = build_sections(root, hardware)
+    kinds = {origin.kind for section in sections for origin in section.origins}
+    short = "".join(
+        f'<li><a href="#{html_id(s.key)}-section">{html.escape(s.title)}</a>: '
+        f"{html.escape(s.headline or 'no data yet')}</li>"
+        for s in sections
+    )
+    body = [
+        f"<h1>{html.escape(TITLE)}</h1>",
+        f'<p class="lead">Every figure names its sources and says how far to trust them: {legend_of(kinds)}.</p>',
+        f"<section><h2>In short</h2><ul>{short}</ul></section>",
+        *(section.html() for section in sections),
+    ]
+    return ResultsPage(document(TITLE, "".join(body)), sections)
