@@ -31,7 +31,7 @@ def fetch_path_document(hardware: str, document: dict[str, Any], shape: ModelSha
     here = paths.compare(settings["block_bytes"], n_blocks)
     kv_format = settings["host_kv_dtype"] or shape.dtype
     return {
-        "status": "measured points of the profile, interpolated between them; each path alone on the link",
+        "status": "measured points of the profile on its own link, interpolated between them; each path alone",
         "block_bytes": settings["block_bytes"],
         "n_blocks": n_blocks,
         "paths": [
@@ -47,7 +47,8 @@ def fetch_path_tables(found: dict[str, Any]) -> list[Any]:
     crossover = found["copy_engine_wins_from"]
     wins = "never wins at this size" if crossover is None else f"wins from {crossover} blocks a launch"
     rows = [(one["path"], one["what"], one["time_us"], one["gbps"]) for one in found["paths"]]
-    title = f"fetch of {found['n_blocks']} blocks of {found['block_bytes']:,} bytes; the copy engine {wins}"
+    what = f"fetch of {found['n_blocks']} blocks of {found['block_bytes']:,} bytes"
+    title = f"{what} on the profile's own link; the copy engine {wins}"
     columns = ("block_size", "layout", "run_bytes", "n_runs", "uva", "bulk", "dma", "wins")
     cliff = [tuple(row[name] for name in columns) for row in found["fragments"]]
     return [

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nosa_sys.simulator.schedules import SCHEDULES
+from nosa_sys.traces.perfetto import read_timeline_file
 from nosa_sys.traces.reader import Trace
 from tests.cli.conftest import Nosa
 
@@ -109,6 +110,49 @@ def test_simulate_guesses_as_told(nosa: Nosa, trace: Path) -> None:
     assert some_help["h2d_bytes_total"] < none_helps.document["h2d_bytes_total"]
     refused = nosa(*prefetch, "--prefetch-blocks", 2)
     assert (refused.status, "need schedule prefetch" in refused.err) == (2, True)
+
+
+def test_simulate_on_another_link_with_other_host_blocks(nosa: Nosa, trace: Path) -> None:
+    """int4 of 16 x 64 numbers: what the banner, the prediction and the rules say; the numbers of the link are used."""
+    flags = ("--hardware", "h200", "--model-shape", "nosa-1b", "--link", "pcie4-x16", "--host-kv-dtype", "int4:32:fp16")
+    refused = nosa("simulate", trace, *flags)
+    assert (refused.status, "--extrapolate" in refused.err) == (2, True)
+    costs = ("--dequant-gbps", 1000, "--dequant-fixed-us", 2, "--extrapolate")
+    result = nosa("simulate", trace, *flags, *costs, "--json")
+    assert result.status == 0, result.err
+    document = result.document
+    block = Trace.open(trace).meta.sparse.block_size
+    n_bytes = 2 * (block * 128 // 2 + block * 4 * 2)
+    assert document["settings"]["block_bytes"] == n_bytes
+    assert document["options"]["bytes per block, host"]["value"] == f"{n_bytes:,}"
+    assert document["settings"]["link"] == "pcie4-x16"
+    assert document["settings"]["h2d_gbps"] == 25.6
+    assert document["extrapolated"]
+    assert all(f"extrapolated: {line}" in result.err for line in document["extrapolated"])
+    assert any("1000 GB/s (given)" in rule for rule in document["rules"])
+    assert document["status"] == "projected"
+
+
+def test_simulate_prints_errors_of_the_models_and_compares_fetch_paths(nosa: Nosa, trace: Path) -> None:
+    flags = ("--hardware", "h200", "--model-shape", "nosa-1b", "--batch", 16, "--extrapolate", "--fetch-paths")
+    shown = nosa("simulate", trace, *flags)
+    assert shown.status == 0, shown.err
+    for words in ("leave-one-out errors", "h2d_uva_32768", "copy engine", "K and V apart"):
+        assert words in shown.out
+    document = nosa("simulate", trace, *flags, "--json").document
+    assert {one["path"] for one in document["fetch_paths"]["paths"]} == {"uva", "bulk", "dma"}
+    assert {one["name"] for one in document["model_errors"]} >= {"gemm", "d2h_uva"}
+    refused = nosa("simulate", trace, "--hardware", "ideal", "--h2d-gbps", 8, "--fetch-paths")
+    assert (refused.status, "link_runs" in refused.err) == (2, True)
+
+
+def test_both_timelines_need_a_file_and_times(nosa: Nosa, trace: Path) -> None:
+    asked = ("simulate", trace, "--hardware", "h200-provisional", "--with-measured")
+    assert nosa(*asked).status == 2
+    result = nosa(*asked, "--timeline", "both.json.gz")
+    assert result.status == 0, result.err
+    names = [e["args"]["name"] for e in read_timeline_file(Path("both.json.gz")) if e["ph"] == "M"]
+    assert names == ["simulated", "measured (phases laid end to end)"]
 
 
 def test_help_lists_the_schedules_that_exist(nosa: Nosa) -> None:

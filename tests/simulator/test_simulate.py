@@ -17,6 +17,7 @@ from nosa_sys.errors import CapacityError, ConfigError, HardwareError, NosaError
 from nosa_sys.simulator.hardware import load_hardware
 from nosa_sys.simulator.sources import SyntheticWorkload
 from nosa_sys.traces.replay import replay
+from nosa_sys.traces.timeline import StepMarks, write_timeline
 
 IDEAL = {"hardware": "ideal", "h2d_gbps": 32.768}
 
@@ -294,6 +295,30 @@ def test_timeline_carries_every_copy(tmp_path, write_trace):
     assert sum(e["args"]["bytes"] for e in begins if e["cat"] == "h2d") == total
     assert sum(e["args"]["bytes"] for e in begins if e["cat"] == "d2h") == prediction.d2h_bytes_total
     assert prediction == simulate(tmp_path / "trace", hardware="h200-provisional")
+
+
+def test_the_simulated_run_stands_beside_the_traces_own_under_the_same_tracks(tmp_path, write_trace):
+    write_trace(tmp_path / "trace", steps=12)
+    path = tmp_path / "both.json.gz"
+    given = {"hardware": "h200-provisional", "timeline": path, "with_measured": True}
+    with pytest.raises(TraceError, match="holds no times"):
+        simulate(tmp_path / "trace", **given)
+    assert not path.exists()
+    marks = [("gpu", "select", 0, 0.0, 2.0, 0), ("h2d", "copy", 0, 2.0, 9.0, 64), ("d2h", "write-back", 0, 2.0, 3.0, 8)]
+    write_timeline(tmp_path / "trace" / "timeline.json.gz", [StepMarks(2, 700.0, marks), StepMarks(3, 900.0, marks)])
+    plain = simulate(tmp_path / "trace", hardware="h200-provisional")
+    assert simulate(tmp_path / "trace", **given) == plain
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["simulated", "measured (clock marks)"]
+    begins = [e for e in events if e["ph"] == "b"]
+    tracks = [{e["cat"] for e in begins if e["pid"] == pid} for pid in (1, 2)]
+    assert tracks[1] <= tracks[0] == {"gpu", "h2d", "d2h", "host"}
+    # the first step that both have begins at the same place; the host's time before it is the simulation's own
+    first = [min(e["ts"] for e in begins if e["pid"] == pid and e["args"]["step"] == 2) for pid in (1, 2)]
+    assert first[0] == pytest.approx(first[1])
+    assert min(e["ts"] for e in begins) >= 0.0
+    with pytest.raises(ConfigError, match="with_measured"):
+        simulate(tmp_path / "trace", hardware="h200-provisional", with_measured=True)
 
 
 def test_prediction_is_strict_json_with_the_promised_keys():
