@@ -40,7 +40,7 @@ def sources() -> list[Path]:
         ("import nosa_sys.kernels.sparse_decode_attention.reference", ("simpy", "plotly", "gguf", "pydantic")),
         ("import nosa_sys.cli.app", ("torch", "simpy", "plotly", "scipy", "transformers")),
         ("import nosa_sys.report.page", ("torch", "simpy", "gguf")),
-        ("import nosa_sys.report.results.page", ("torch", "gguf")),
+        ("import nosa_sys.report.results_page.page", ("torch", "gguf")),
     ],
 )
 def test_imports_are_lazy(statement: str, absent: tuple[str, ...]) -> None:

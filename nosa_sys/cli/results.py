@@ -26,7 +26,7 @@ def command(
     Example: [bold]nosa results --out out/results.html[/bold]
     """
     check_output(out_file, overwrite=overwrite)
-    from nosa_sys.report.results.page import build_results_page  # plotly takes its time
+    from nosa_sys.report.results_page.page import build_results_page  # plotly takes its time
 
     page = build_results_page(results, hardware)
     write_whole(out_file, page.html, overwrite=overwrite)

@@ -11,7 +11,7 @@ import pytest
 
 from nosa_sys.report.inputs import load_inputs
 from nosa_sys.report.page import build_page
-from nosa_sys.report.results.page import build_results_page
+from nosa_sys.report.results_page.page import build_results_page
 from tests.report.report_inputs import write_everything
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

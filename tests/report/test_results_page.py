@@ -11,13 +11,13 @@ import pytest
 
 from nosa_sys.cli.app import run
 from nosa_sys.errors import TraceError
-from nosa_sys.report.results.breakdown import breakdown
-from nosa_sys.report.results.files import ResultRows, read_rows
-from nosa_sys.report.results.hot_buffer import hot_buffer_table
-from nosa_sys.report.results.link_limit import link_limit
-from nosa_sys.report.results.page import ResultsPage, build_results_page, build_sections
-from nosa_sys.report.results.section import Section
-from nosa_sys.report.results.throughput import throughput
+from nosa_sys.report.results_page.breakdown import breakdown
+from nosa_sys.report.results_page.files import ResultRows, read_rows
+from nosa_sys.report.results_page.hot_buffer import hot_buffer_table
+from nosa_sys.report.results_page.link_limit import link_limit
+from nosa_sys.report.results_page.page import ResultsPage, build_results_page, build_sections
+from nosa_sys.report.results_page.section import Section
+from nosa_sys.report.results_page.throughput import throughput
 from nosa_sys.simulator.hardware import load_hardware
 from nosa_sys.traces.schema import STATUSES
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from nosa_sys.model_shape import ModelShape
-from nosa_sys.report.results.files import ResultRows
-from nosa_sys.report.results.fragments import TOKEN_BYTES, fastest_runs, token_gbps
-from nosa_sys.report.results.link_limit import enough_until, measured_limit, natural_misses
-from nosa_sys.report.results.pricing import AUTO, Situation, best_of, outside_note, price_all
+from nosa_sys.report.results_page.files import ResultRows
+from nosa_sys.report.results_page.fragments import TOKEN_BYTES, fastest_runs, token_gbps
+from nosa_sys.report.results_page.link_limit import enough_until, measured_limit, natural_misses
+from nosa_sys.report.results_page.pricing import AUTO, Situation, best_of, outside_note, price_all
 from nosa_sys.simulator.bundle_tables import ROWS, AxisRange
 from nosa_sys.simulator.hardware import load_hardware
 from nosa_sys.simulator.schedules import get_schedule

@@ -12,9 +12,9 @@ from nosa_sys.experiments.nosi_scale import FULL
 from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.report.figure import COLOURS, styled
-from nosa_sys.report.results.files import Origin, ResultRows, Row, is_number, merged, simulated
-from nosa_sys.report.results.pricing import EVEN_RULE, Priced, Situation, best_of, outside_note
-from nosa_sys.report.results.section import Section, missing
+from nosa_sys.report.results_page.files import Origin, ResultRows, Row, is_number, merged, simulated
+from nosa_sys.report.results_page.pricing import EVEN_RULE, Priced, Situation, best_of, outside_note
+from nosa_sys.report.results_page.section import Section, missing
 from nosa_sys.simulator.hardware import HardwareProfile
 from nosa_sys.sparse_config import SparseConfig
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nosa_sys.report.results.files import ResultRows, merged, simulated
-from nosa_sys.report.results.pricing import EVEN_RULE, best_of, outside_note
-from nosa_sys.report.results.section import Section, missing
-from nosa_sys.report.results.throughput import NAMES, situation
+from nosa_sys.report.results_page.files import ResultRows, merged, simulated
+from nosa_sys.report.results_page.pricing import EVEN_RULE, best_of, outside_note
+from nosa_sys.report.results_page.section import Section, missing
+from nosa_sys.report.results_page.throughput import NAMES, situation
 from nosa_sys.simulator.hardware import HardwareProfile
 
 _COMMAND = (

@@ -12,10 +12,10 @@ from plotly.subplots import make_subplots
 
 from nosa_sys.experiments.nosi_scale import FULL
 from nosa_sys.report.figure import COLOURS, styled
-from nosa_sys.report.results.budgets import COMMAND, missed_share, priced_at
-from nosa_sys.report.results.files import Origin, ResultRows, Row, merged, simulated
-from nosa_sys.report.results.pricing import EVEN_RULE, Priced, best_of, outside_note
-from nosa_sys.report.results.section import Section, missing
+from nosa_sys.report.results_page.budgets import COMMAND, missed_share, priced_at
+from nosa_sys.report.results_page.files import Origin, ResultRows, Row, merged, simulated
+from nosa_sys.report.results_page.pricing import EVEN_RULE, Priced, best_of, outside_note
+from nosa_sys.report.results_page.section import Section, missing
 from nosa_sys.simulator.hardware import HardwareProfile
 
 # K of one token and one head: what a (batch, token, head, channel) layout moves at a time.

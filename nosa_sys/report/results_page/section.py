@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from nosa_sys.report.html import html_id, pill, plot_html, table_html
-from nosa_sys.report.results.files import Origin
+from nosa_sys.report.results_page.files import Origin
 
 _LABELS = {"injected": "measured, block sets injected"}
 

@@ -9,10 +9,10 @@ import plotly.graph_objects as go
 
 from nosa_sys.experiments.nosi_scale import FULL
 from nosa_sys.report.figure import COLOURS, styled
-from nosa_sys.report.results.files import ResultRows, Row, merged, simulated
-from nosa_sys.report.results.pricing import AUTO, EVEN_RULE, Priced, Situation, best_of, outside_note, price_all
-from nosa_sys.report.results.section import Section, missing
-from nosa_sys.report.results.throughput import NAMES
+from nosa_sys.report.results_page.files import ResultRows, Row, merged, simulated
+from nosa_sys.report.results_page.pricing import AUTO, EVEN_RULE, Priced, Situation, best_of, outside_note, price_all
+from nosa_sys.report.results_page.section import Section, missing
+from nosa_sys.report.results_page.throughput import NAMES
 from nosa_sys.simulator.hardware import HardwareProfile
 
 _COMMAND = "python -m nosa_sys.experiments.nosi_bench --out experiments/results/h200/nosi --stages"

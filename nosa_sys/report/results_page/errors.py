@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 
 from nosa_sys.report.figure import COLOURS, styled
 from nosa_sys.report.inputs import VALIDATION_FILE, read_validation
-from nosa_sys.report.results.files import Origin, ResultRows
-from nosa_sys.report.results.section import Section, missing
+from nosa_sys.report.results_page.files import Origin, ResultRows
+from nosa_sys.report.results_page.section import Section, missing
 from nosa_sys.report.validation_figures import validation_figures
 
 # Folder under the results, what it validates, and the command that fills it.

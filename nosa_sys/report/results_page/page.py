@@ -8,15 +8,15 @@ from pathlib import Path
 
 from nosa_sys.errors import TraceError
 from nosa_sys.report.html import document, html_id, legend_of
-from nosa_sys.report.results.breakdown import breakdown
-from nosa_sys.report.results.budgets import k_e_sweep
-from nosa_sys.report.results.errors import predicted_against_measured
-from nosa_sys.report.results.files import profile_table, read_rows
-from nosa_sys.report.results.fragments import fragments
-from nosa_sys.report.results.hot_buffer import hot_buffer_table
-from nosa_sys.report.results.link_limit import link_limit
-from nosa_sys.report.results.section import Section
-from nosa_sys.report.results.throughput import throughput
+from nosa_sys.report.results_page.breakdown import breakdown
+from nosa_sys.report.results_page.budgets import k_e_sweep
+from nosa_sys.report.results_page.errors import predicted_against_measured
+from nosa_sys.report.results_page.files import profile_table, read_rows
+from nosa_sys.report.results_page.fragments import fragments
+from nosa_sys.report.results_page.hot_buffer import hot_buffer_table
+from nosa_sys.report.results_page.link_limit import link_limit
+from nosa_sys.report.results_page.section import Section
+from nosa_sys.report.results_page.throughput import throughput
 from nosa_sys.simulator.hardware import load_hardware
 
 TITLE = "NOSA: what was measured, and what the simulator says of it"

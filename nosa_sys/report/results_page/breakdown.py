@@ -7,10 +7,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from nosa_sys.report.figure import COLOURS, styled
-from nosa_sys.report.results.files import ResultRows, Row, merged, simulated
-from nosa_sys.report.results.pricing import AUTO, EVEN_RULE, price_all
-from nosa_sys.report.results.section import Section, missing
-from nosa_sys.report.results.throughput import situation
+from nosa_sys.report.results_page.files import ResultRows, Row, merged, simulated
+from nosa_sys.report.results_page.pricing import AUTO, EVEN_RULE, price_all
+from nosa_sys.report.results_page.section import Section, missing
+from nosa_sys.report.results_page.throughput import situation
 from nosa_sys.simulator.hardware import HardwareProfile
 from nosa_sys.simulator.prediction import Prediction
 

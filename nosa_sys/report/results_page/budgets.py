@@ -9,9 +9,9 @@ from plotly.subplots import make_subplots
 
 from nosa_sys.experiments.nosi_scale import FULL
 from nosa_sys.report.figure import COLOURS, styled
-from nosa_sys.report.results.files import ResultRows, Row, merged, simulated
-from nosa_sys.report.results.pricing import EVEN_RULE, Priced, Situation, best_of, outside_note
-from nosa_sys.report.results.section import Section, missing
+from nosa_sys.report.results_page.files import ResultRows, Row, merged, simulated
+from nosa_sys.report.results_page.pricing import EVEN_RULE, Priced, Situation, best_of, outside_note
+from nosa_sys.report.results_page.section import Section, missing
 from nosa_sys.simulator.hardware import HardwareProfile
 
 COMMAND = (
