@@ -49,28 +49,34 @@ def _schedules(stage: ResultRows, profile: HardwareProfile) -> Section:
     )
 
 
+def _by_misses(pairs: list[tuple[Row, Prediction]]) -> dict[str, list[tuple[Row, Prediction]]]:
+    """Pairs of one miss rate under its name, ascending: that of a row's segment, which all schedules share."""
+    found: dict[str, list[tuple[Row, Prediction]]] = {}
+    for row, prediction in sorted(pairs, key=lambda pair: float(pair[0]["misses_per_head"])):
+        name = str(row.get("segment") or f"{row['misses_per_head']:.2g} misses")
+        found.setdefault(name, []).append((row, prediction))
+    return found
+
+
 def _headline(pairs: list[tuple[Row, Prediction]]) -> str:
-    by_misses: dict[float, list[Row]] = {}
-    for row, _ in pairs:
-        by_misses.setdefault(round(float(row["misses_per_head"]), 2), []).append(row)
     parts = []
-    for misses, rows in sorted(by_misses.items()):
+    for name, own in _by_misses(pairs).items():
+        rows = [row for row, _ in own]
         fastest = min(rows, key=lambda r: float(r["step_ms_median"]))
         # the least compute of any: overlapping schedules add launches of their own
         longer = max(min(float(row["compute_ms"]) for row in rows), float(fastest["transfer_ms"]))
-        parts.append(f"{misses:g}: {fastest['schedule']} ({fastest['step_ms_median'] / longer:.2f} x)")
+        parts.append(f"{name}: {fastest['schedule']} ({fastest['step_ms_median'] / longer:.2f} x)")
     errors = [p.step_time_us / 1e3 / row["step_ms_median"] - 1 for row, p in pairs]
-    text = "Fastest schedule by misses a head, and its step over the longer of least compute and copies: "
+    text = "Fastest schedule by misses a head, and its step over the longer of the least compute and its copies: "
     text += f"{', '.join(parts)}."
     typical, worst = np.median(np.abs(errors)), max(errors, key=abs)
     return f"{text} Simulated steps differ by {typical:.0%} in the median, {worst:+.0%} at worst."
 
 
 def _pairs_plot(pairs: list[tuple[Row, Prediction]]) -> go.Figure:
-    rates = sorted({round(float(row["misses_per_head"]), 2) for row, _ in pairs})
-    plot = make_subplots(1, len(rates), shared_yaxes=True, subplot_titles=[f"{m:g} misses a head" for m in rates])
-    for column, misses in enumerate(rates, 1):
-        own = [(row, p) for row, p in pairs if round(float(row["misses_per_head"]), 2) == misses]
+    groups = _by_misses(pairs)
+    plot = make_subplots(1, len(groups), shared_yaxes=True, subplot_titles=[f"{name} a head" for name in groups])
+    for column, own in enumerate(groups.values(), 1):
         for side, place in (("measured", -0.2), ("simulated", 0.2)):
             at, lower, upper = [], [], []
             for row, prediction in own:
