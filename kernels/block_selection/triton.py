@@ -350,6 +350,29 @@ def select_pooled(
     )
 
 
+def select_windows(
+    scores: Tensor, betas: Tensor, lengths: Tensor, n_blocks: int, cfg: SparseConfig, method: Method
+) -> StepSelection:
+    """Pool and select from window scores and beta means float32 [batch, kv_head, window] (scores contiguous, betas in
+    the last dimension); lengths int32 [batch], context tokens; n_blocks, how many blocks a row can have. Windows that
+    a row's length does not complete are not read. Never synchronises. The method is not dense."""
+    return _launch(
+        None,
+        scores,
+        betas,
+        lengths,
+        lengths,
+        n_blocks,
+        cfg,
+        method,
+        source=_FROM_WINDOWS,
+        lengths_given=True,
+        keep_pooled=False,
+        num_warps=None,
+        radix_bits=None,
+    )
+
+
 def score_and_select(
     q: Tensor,
     key_means: Tensor,

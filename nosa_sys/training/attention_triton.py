@@ -410,7 +410,6 @@ def _aot_specs() -> list[AotSpec]:
         ("bf16", 64, 16, False),
         ("bf16", 64, 64, True),
         ("bf16", 128, 64, False),
-        ("fp16", 64, 128, False),
         ("fp32", 64, 64, False),
     ):
         rows, cols = tile_sides(torch.float32 if dtype == "fp32" else torch.bfloat16, dim)

@@ -1,4 +1,4 @@
-"""Kernels of the training attention: values and gradients in the interpreter, compilation for sm_90, tile lists."""
+"""Kernels of a training step: values and gradients in the interpreter, compilation for sm_90, selection, tile lists."""
 
 from __future__ import annotations
 
@@ -16,25 +16,38 @@ pytest.importorskip("triton")
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import SHARED_MEMORY_LIMIT_BYTES, AotSpec, compile_for_sm90
-from nosa_sys.training.attention import attend
-from nosa_sys.training.attention_triton import AOT_SPECS, tile_lists
+from nosa_sys.kernels.compressed_keys.reference import window_means
+from nosa_sys.kernels.prefill_attention.reference import prefill_selection
+from nosa_sys.methods import get_method
+from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.training import attention_triton, selection_triton
+from nosa_sys.training.attention import attend, select
+from nosa_sys.training.attention_triton import tile_lists
 from tests.kernels.test_aot_sm90 import _spilled_bytes
 
+ALL_SPECS = [*attention_triton.AOT_SPECS, *selection_triton.AOT_SPECS]
 
-def test_values_and_gradients_in_the_interpreter() -> None:
-    """Against torch's attention in float64: output, then the gradients of q, k, v and beta."""
+
+def test_the_interpreter_agrees() -> None:
+    """Attention against torch's in float64: output, then the gradients of q, k, v and beta. Selection against the
+    reference: every pick, in one chunk of queries and in many."""
     runner = Path(__file__).with_name("run_attention_kernels.py")
     command = [sys.executable, str(runner)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     cases: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(cases) == 8
+    selections = [case for case in cases if case["case"] == "selection"]
+    cases = [case for case in cases if case["case"] != "selection"]
+    assert (len(cases), len(selections)) == (8, 6)
+    for case in selections:
+        assert case["sparse"] > 60, case
+        assert (case["different"], case["reports"]) == (0, 0), case
     for case in cases:
         assert len(case["errors"]) == (4 if case["case"] == "infllmv2" else 5), case
         assert max(case["errors"]) < 2e-6, case
 
 
-@pytest.mark.parametrize("spec", [pytest.param(spec, id=spec.name) for spec in AOT_SPECS])
+@pytest.mark.parametrize("spec", [pytest.param(spec, id=spec.name) for spec in ALL_SPECS])
 def test_kernels_compile_for_sm90_without_spills(spec: AotSpec) -> None:
     compiled = compile_for_sm90(spec)
     assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT_BYTES
@@ -85,3 +98,30 @@ def test_a_cpu_without_interpreter_is_refused() -> None:
     x = torch.zeros(4, 1, 8)
     with pytest.raises(ConfigError, match="attention triton needs a GPU"):
         attend("triton", x, x, x, torch.zeros(4, 1), None, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["nosa", "infllmv2", "dma"])
+def test_on_a_gpu_the_selection_is_the_references(method: str, dtype: torch.dtype) -> None:
+    """The same inputs in fp32 on the CPU; scores that are equal to the last bits may fall on either side. A NaN is
+    reported at its position."""
+    cfg = SparseConfig(topk=8, init_blocks=1, window_size=64, select_blocks=4)
+    rng = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2048, 9, 64, generator=rng).to(dtype), torch.randn(2048, 3, 64, generator=rng).to(dtype)
+    beta = torch.randn(2048, 3, generator=rng)
+    means = [window_means(x.float(), cfg.kernel_size, cfg.kernel_stride) for x in (k, beta)]
+    key_means, beta_means = means[0].transpose(0, 1).contiguous(), means[1].T.contiguous()
+    right = prefill_selection(q.float(), key_means, beta_means, 0, cfg, get_method(method)).block_ids
+    got = select(q.cuda(), k.cuda(), beta.cuda(), cfg, get_method(method))
+    assert got is not None
+    assert got.errors is not None
+    assert (got.block_ids.cpu() != right).float().mean() < 1e-3
+    assert int(got.errors.amax()) == -1
+    if method != "dma":
+        q[1500, 4] = float("nan")
+        broken = select(q.cuda(), k.cuda(), beta.cuda(), cfg, get_method(method))
+        assert broken is not None
+        assert broken.errors is not None
+        assert (broken.errors >= 0).nonzero().tolist() == [[1500 - cfg.topk_tokens, 1]]
