@@ -223,6 +223,58 @@ def test_trials_of_steps_that_run_ahead_end_and_follow_the_batch() -> None:
     assert set(names[80:]) == {"c"}
 
 
+def test_a_trial_outlasts_joins_and_leaves() -> None:
+    """The batch changes size at every step or two, as when sequences join and leave all the time: each size runs its 18
+    trial steps once, and its own fastest after them."""
+    chooser, ran = ScheduleChooser(("a", "b", "c")), {3: [], 4: [], 5: []}
+    times = {3: {"a": 1, "b": 2, "c": 3}, 4: {"a": 3, "b": 1, "c": 2}, 5: {"a": 3, "b": 2, "c": 1}}
+    told = []
+    for step in range(300):
+        size = (3, 4, 4, 5, 3, 5)[step % 6]
+        name = chooser.next(size)
+        ran[size].append(name)
+        told.append((name, size))
+        if step:
+            chooser.tell(*told[-2], times[told[-2][1]][told[-2][0]])
+    for size, fastest in ((3, "a"), (4, "b"), (5, "c")):
+        assert ran[size][:18] == [n for n in "abc" for _ in range(6)]
+        assert set(ran[size][20:]) == {fastest}
+
+
+def test_batches_of_about_one_size_share_a_trial() -> None:
+    chooser, times = ScheduleChooser(("a", "b")), {"a": 2.0, "b": 1.0}
+    ran = []
+    for step in range(60):
+        size = 57 + step % 8  # 57 .. 64
+        ran.append(chooser.next(size))
+        chooser.tell(ran[-1], size, times[ran[-1]])
+    assert ran[:12] == ["a"] * 6 + ["b"] * 6
+    assert set(ran[12:]) == {"b"}
+    assert chooser.next(40) == "a"  # another class
+
+
+def test_auto_finishes_its_trial_while_sequences_join_and_leave() -> None:
+    """One sequence joins every other step and leaves three steps later."""
+    engine = ahead(schedule="auto", max_batch=3)
+    engine.add(random_tokens(90, 0), 150)
+    used, launch = [], engine._runner.launch
+
+    def noted(rows, *arguments) -> None:
+        launch(rows, *arguments)
+        used.append((rows.size, engine._runner._in_flight[-1].schedule))
+
+    engine._runner.launch = noted
+    for step in range(140):
+        if step % 2 == 0:
+            engine.add(random_tokens(20, step), 3)
+        engine.step()
+    for size in {size for size, _ in used}:
+        own = [name for n, name in used if n == size]
+        if len(own) > 20:
+            assert len(set(own[20:])) == 1
+    assert max(len([1 for n, _ in used if n == size]) for size in (2, 3)) > 40
+
+
 def test_copies_of_an_interrupted_prefill_arrive_before_its_pages_are_given_on(monkeypatch) -> None:
     engine, order = ahead(), []
     settle, release = Memory.settle, engine.memory.pool.release
