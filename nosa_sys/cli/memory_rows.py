@@ -48,6 +48,7 @@ def note_memory(
     tokens: int,
     device: str,
     key_means_dtype: str = "float32",
+    keep_context: bool | None = None,
 ) -> MemoryNeed:
     """Note bytes per block, of KV and context on the device, and of the host pool; ``shape`` has the run's dtype."""
     from nosa_sys.engine.memory_plan import required_bytes  # torch takes its time
@@ -56,7 +57,7 @@ def note_memory(
     offloads = not variant.dense if offload is None else offload
     required = required_bytes(
         shape, sparse, variant, n_slots=n_slots, offload=offloads, lanes=batch, tokens_a_lane=tokens,
-        key_means_dtype=key_means_dtype,
+        key_means_dtype=key_means_dtype, keep_context=keep_context,
     )  # fmt: skip
     device_kv = required["device_slot_bytes"] + required["device_map_bytes"] + required["device_pool_bytes"]
     place = "GPU" if device.startswith("cuda") else "device"

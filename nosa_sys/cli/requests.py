@@ -133,6 +133,7 @@ def build_request(
             tokens=tokens,
             device=device,
             key_means_dtype=chosen["key_means_dtype"],
+            keep_context=True if record_scores else None,
         )
     request = CaptureRequest(
         sparse=sparse,

@@ -79,6 +79,10 @@ class BlockPool:
         return sum(buffer.pinned_bytes for buffer in self._buffers if buffer is not None)
 
     @property
+    def n_pages(self) -> int:
+        return self._n_pages
+
+    @property
     def pages_in_use(self) -> int:
         return self._n_pages - len(self._free)
 
@@ -137,9 +141,9 @@ class BlockPool:
         data = self.layers[layer]
         return data[self.rows_of(pages)].view(len(pages), self.n_kv_heads, *data.shape[1:])
 
-    def write(self, layer: int, pages: list[int], blocks: Tensor, betas: Tensor) -> None:
+    def write(self, layer: int, pages: list[int], blocks: Tensor, betas: Tensor | None) -> None:
         """Store ``blocks`` [n_pages, kv_head, 2, block, head_dim] from any device, and beside them where the pool has
-        betas ``betas`` [n_pages, kv_head, block].
+        betas ``betas`` [n_pages, kv_head, block] (else they may be None).
 
         Blocks on a GPU go to a registered host pool beside whatever runs: ``settle`` before they are read."""
         if self._stream is not None and blocks.is_cuda:
@@ -149,15 +153,15 @@ class BlockPool:
         rows = self.rows_of(pages)
         self.layers[layer][rows] = blocks.flatten(0, 1).to(self.device)
         page_betas = self.betas[layer]
-        if page_betas is not None:
+        if page_betas is not None and betas is not None:
             page_betas[rows] = betas.flatten(0, 1)
 
-    def write_partial(self, layer: int, page: int, kv: Tensor, betas: Tensor) -> None:
+    def write_partial(self, layer: int, page: int, kv: Tensor, betas: Tensor | None) -> None:
         """Store the first tokens of an unfinished block: kv [kv_head, 2, n, head_dim], betas [kv_head, n]."""
         rows, n = self.rows_of([page]), kv.shape[2]
         self.layers[layer][rows, :, :n] = kv
         page_betas = self.betas[layer]
-        if page_betas is not None:
+        if page_betas is not None and betas is not None:
             page_betas[rows, :n] = betas
 
     def settle(self) -> None:

@@ -21,8 +21,9 @@ class ContextStore:
     ``token_betas`` [lane, kv_head, block, block_size] and ``ring`` [lane, kernel, kv_head, D] (token t at t % kernel).
 
     Betas and their means are of ``beta_dtype``, fp32 (fp64 for an fp64 model), whatever the dtype of K and V; key means
-    of ``means_dtype``, rounded once when they are stored. Everything grows by doubling, unless an exact size is asked
-    for; ``generation`` counts growths.
+    of ``means_dtype``, rounded once when they are stored. Without ``kept`` (dense attention selects nothing) nothing is
+    stored and every tensor stays empty; sizes are counted all the same. Everything grows by doubling,
+    unless an exact size is asked for; ``generation`` counts growths.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class ContextStore:
         means_dtype: torch.dtype,
         device: torch.device,
         poison: float | None = None,
+        *,
+        kept: bool = True,
     ) -> None:
-        self._cfg, self._poison = cfg, poison
+        self._cfg, self._poison, self.kept = cfg, poison, kept
         self.n_lanes = self.n_windows = self.n_blocks = self.generation = 0
         heads, dim, layers = shape.n_kv_heads, shape.head_dim, range(shape.n_layers)
 
@@ -60,7 +63,7 @@ class ContextStore:
         if (lanes, windows, blocks) == (self.n_lanes, self.n_windows, self.n_blocks):
             return
         self.generation += 1
-        for index, means in enumerate(self.key_means):
+        for index, means in enumerate(self.key_means if self.kept else []):
             heads, dim = means.shape[1], means.shape[3]
             self.key_means[index] = grown(means, (lanes, heads, windows, dim), self._poison)
             self.beta_means[index] = grown(self.beta_means[index], (lanes, heads, windows), self._poison)
@@ -72,17 +75,20 @@ class ContextStore:
 
     def clear_lane(self, lane: int) -> None:
         """Poison what a leaving sequence left behind (lengths alone say what is valid)."""
-        if self._poison is None:
+        if self._poison is None or not self.kept:
             return
         for tensors in (self.key_means, self.beta_means, self.token_betas, self.ring):
             for layer in tensors:
                 layer[lane] = self._poison
 
-    def append_chunk(self, layer: int, lane: int, first: int, keys: Tensor, chunk_betas: Tensor) -> Tensor:
-        """Prefill: add tokens first .. L-1 and the windows they complete; returns the betas [L, kv_head] so far.
+    def append_chunk(self, layer: int, lane: int, first: int, keys: Tensor, chunk_betas: Tensor) -> Tensor | None:
+        """Prefill: add tokens first .. L-1 and the windows they complete; returns the betas [L, kv_head] so far, None
+        where nothing is kept.
 
         ``keys`` [L, kv_head, D] is the whole context, ``chunk_betas`` [L - first, kv_head] the new tokens' alone.
         """
+        if not self.kept:
+            return None
         cfg, n_tokens = self._cfg, keys.shape[0]
         flat = self.token_betas[layer][lane].flatten(1)
         flat[:, first:n_tokens] = chunk_betas.T
@@ -99,8 +105,8 @@ class ContextStore:
         return betas
 
     def append_tokens(self, layer: int, lanes: Tensor, positions: Tensor, keys: Tensor, betas: Tensor) -> None:
-        """Decode: one token a lane. ``lanes``, ``positions`` int64 [batch], keys [batch, kv_head, D], betas
-        [batch, kv_head]."""
+        """Decode, in a kept context: one token a lane. ``lanes``, ``positions`` int64 [batch], keys [batch, kv_head,
+        D], betas [batch, kv_head]."""
         size = self._cfg.block_size
         self.ring[layer][lanes, positions % self._cfg.kernel_size] = keys
         self.token_betas[layer][lanes, :, positions // size, positions % size] = betas

@@ -128,6 +128,8 @@ class _LayerStep:
     def append(self, k: Tensor, v: Tensor, beta: Tensor) -> None:
         """Let the token into the device-side context, and complete the windows that it ends."""
         layout, context = self.layout, self.memory.context
+        if not context.kept:
+            return
         context.append_tokens(self.layer, layout.lanes_t, layout.positions_t, k, beta)
         if layout.rows.windows_done:
             rows = layout.rows.windows_done

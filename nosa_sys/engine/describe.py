@@ -26,6 +26,7 @@ def settings(engine: Engine) -> dict[str, object]:
         "sparse": engine.sparse,
         "method": engine.method.name,
         "key_means_dtype": _stored_key_means(engine),
+        "keep_context": engine.memory.context.kept,
     }
 
 

@@ -129,6 +129,7 @@ class Engine:
             host_memory_bytes=host_memory_bytes,
             arena=arena,
             key_means_dtype=key_means_dtype,
+            keep_context=not self.method.dense or record_scores,
             poison=poison,
         )
         self._prefill = PrefillRunner(model, self.memory, prefill_chunk, on_prefill)
@@ -190,12 +191,9 @@ class Engine:
         """Queue sequences of so many random tokens each, whose KV is random too: nothing is prefilled, so that shapes
         whose prefill would take hours can be timed; ``summary`` says so. Returns their ids."""
         self.has_synthetic = True
-        ids = []
-        for index, context in enumerate(contexts):
-            first = seed + index
-            ids.append(
-                self.add([t % self.model.shape.vocab_size for t in range(first, first + context)], max_new_tokens)
-            )
+        ids, vocab = [], self.model.shape.vocab_size
+        for first, context in enumerate(contexts, seed):
+            ids.append(self.add([t % vocab for t in range(first, first + context)], max_new_tokens))
             self._waiting[-1].synthetic_seed = first
         return ids
 
@@ -243,6 +241,12 @@ class Engine:
         return self._enqueue(
             LiveSequence(self._next_id, request, tokens, generator, state.n_generated, restored=state.kv)
         )
+
+    def stop_recording(self) -> None:
+        """Go on without the recorder, which is the caller's to close; memory for what it recorded is given back."""
+        self._drain()
+        self._recorder, self._record_scores = None, False
+        self._runner.stop_recording()
 
     # ---- running
     @property
@@ -457,10 +461,8 @@ class Engine:
     def _make_room_for_life(self) -> None:
         """Storage of all that can join now, to the end of their lives: a graph's memory should not move under it."""
         joining = list(self._waiting)[: len(self._free_lanes)]
-        pool = self.memory.pool
-        n_pages = pool.pages_in_use + sum(s.reserved_pages for s in joining)
-        pool.preallocate(n_pages if pool.limit_pages is None else min(n_pages, pool.limit_pages))
-        self.memory.ensure(self.max_batch, max(s.max_stored_tokens for s in joining), exact=True)
+        n_pages = self.memory.pool.pages_in_use + sum(s.reserved_pages for s in joining)
+        self.memory.make_room(self.max_batch, max(s.max_stored_tokens for s in joining), n_pages)
 
     def _make_room(self, batch: list[LiveSequence]) -> None:
         """Grow storage for this step's tokens, and give a host page to each block that they fill."""

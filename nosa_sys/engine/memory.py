@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,12 +13,16 @@ from nosa_sys.engine.memory_plan import device_bytes, n_pages, required_bytes
 from nosa_sys.engine.pinned import PinnedArena, refuse_unless_free
 from nosa_sys.engine.sequence import SavedKV
 from nosa_sys.engine.slot_cache import SlotCache
-from nosa_sys.engine.tensors import free_bytes, grown, n_bytes
-from nosa_sys.errors import ConfigError
+from nosa_sys.engine.tensors import free_bytes, grown, n_bytes, stepped
+from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.key_means import stored_key_means_dtype
 from nosa_sys.methods import Method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
+
+# Memory of whole lives grows by so many blocks a lane, and by so many pages or this share of the pool.
+_BLOCK_STEP = _PAGE_STEP = 32
+_POOL_STEP_SHARE = 16
 
 
 class Memory:
@@ -28,7 +34,8 @@ class Memory:
 
     ``page_table`` int64 [lane, block]: the pool's page of a block, -1 where it has none. ``arena``: where the host
     pool's memory comes from, for several engines in turn. ``longest_tokens``: the longest context that room was asked
-    for. ``key_means_dtype``: see key_means.py. Raises ConfigError for a dense method with offload.
+    for. ``key_means_dtype``: see key_means.py. ``keep_context``: whether there are compressed keys and betas; default:
+    unless the method is dense. Raises ConfigError for a dense method with offload.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class Memory:
         host_memory_bytes: int | None = None,
         arena: PinnedArena | None = None,
         key_means_dtype: str = "float32",
+        keep_context: bool | None = None,
         poison: float | None = None,
     ) -> None:
         if offload and method.dense:
@@ -53,7 +61,8 @@ class Memory:
         self.n_kv_heads, self.offload, self._shape = shape.n_kv_heads, offload, shape
         self.key_means_dtype = key_means_dtype
         means_dtype = getattr(torch, stored_key_means_dtype(key_means_dtype, shape.dtype))
-        self.context = ContextStore(shape, cfg, dtype, model.acc_dtype, means_dtype, device, poison)
+        kept = not method.dense if keep_context is None else keep_context
+        self.context = ContextStore(shape, cfg, dtype, model.acc_dtype, means_dtype, device, poison, kept=kept)
         self.slots = None
         if offload:
             self.slots = SlotCache(shape, cfg.block_size, n_slots, dtype, model.acc_dtype, device, poison)
@@ -137,6 +146,21 @@ class Memory:
         self.pool.preallocate(n_lanes * self.pages_for(n_tokens))
         self.ensure(n_lanes, n_tokens, exact=True)
 
+    def make_room(self, n_lanes: int, n_tokens: int, n_pages: int) -> None:
+        """Room for whole lives, ``n_pages`` pages in all: exactly that the first time, then in steps, so that
+        addresses, and graphs that hold them, do not move for each longer sequence; where a step does not fit, exactly
+        what is needed. CapacityError when that does not fit either."""
+        pool, context, cfg = self.pool, self.context, self.cfg
+        pages = stepped(pool.n_pages, n_pages, max(_PAGE_STEP, pool.n_pages // _POOL_STEP_SHARE))
+        if pool.limit_pages is not None:
+            pages, n_pages = min(pages, pool.limit_pages), min(n_pages, pool.limit_pages)
+        _roomy_or_exact(pool.preallocate, pages, n_pages)
+        tokens = n_tokens
+        if context.n_blocks < cfg.n_blocks(n_tokens) or context.n_windows < cfg.n_windows(n_tokens):
+            blocks = stepped(context.n_blocks, cfg.n_blocks(n_tokens), _BLOCK_STEP)
+            tokens = blocks * cfg.block_size if context.n_blocks else n_tokens
+        _roomy_or_exact(lambda room: self.ensure(n_lanes, room, exact=True), tokens, n_tokens)
+
     def _refuse_unless_free(self, n_lanes: int, n_tokens: int, *, with_pages: bool) -> None:
         needed = required_bytes(
             self._shape,
@@ -147,6 +171,7 @@ class Memory:
             lanes=n_lanes,
             tokens_a_lane=n_tokens,
             key_means_dtype=self.key_means_dtype,
+            keep_context=self.context.kept,
         )
         taken = self.allocated_bytes()
         if not with_pages:
@@ -195,21 +220,23 @@ class Memory:
         rows = self.slots.find(layer, lane, n_tokens // size)
         return torch.cat([kv, self.slots.kv[layer][rows, :, :n_partial].transpose(0, 1)], dim=2)
 
-    def store_chunk(self, layer: int, lane: int, pages: list[int], first: int, kv: Tensor, betas: Tensor) -> None:
+    def store_chunk(
+        self, layer: int, lane: int, pages: list[int], first: int, kv: Tensor, betas: Tensor | None
+    ) -> None:
         """Store tokens ``first`` .. L-1 after their prefill: in pages, but with offload an unfinished block in slot 0.
 
-        kv [2, kv_head, L, D] and betas [L, kv_head] hold the context so far; ``pages`` has the pages of all its
-        blocks that get one. Copies to the host may still be under way: ``settle``.
+        kv [2, kv_head, L, D] and betas [L, kv_head] (None: nothing keeps them) hold the context so far; ``pages`` has
+        the pages of all its blocks that get one. Copies to the host may still be under way: ``settle``.
         """
         size, n_tokens = self.cfg.block_size, kv.shape[2]
         start, n_finished = first // size, n_tokens // size
         if n_finished > start:
             whole = slice(start * size, n_finished * size)
             blocks = kv[:, :, whole].unflatten(2, (-1, size)).permute(2, 1, 0, 3, 4)
-            block_betas = betas[whole].unflatten(0, (-1, size)).transpose(1, 2)
+            block_betas = None if betas is None else betas[whole].unflatten(0, (-1, size)).transpose(1, 2)
             self.pool.write(layer, pages[start:n_finished], blocks, block_betas)
         tail = slice(n_finished * size, n_tokens)
-        kv_tail, beta_tail = kv[:, :, tail].transpose(0, 1), betas[tail].T
+        kv_tail, beta_tail = kv[:, :, tail].transpose(0, 1), None if betas is None else betas[tail].T
         if self.slots is None:
             if n_tokens > n_finished * size:
                 self.pool.write_partial(layer, pages[n_finished], kv_tail, beta_tail)
@@ -217,6 +244,7 @@ class Memory:
         self.slots.poison_rows(layer, self.slots.lane_rows(lane)[:, 0])
         self.slots.blocks[layer][lane, :, 0] = -1
         if n_tokens > n_finished * size:
+            assert beta_tail is not None  # a method with slots selects, so its context is kept
             self.slots.place(layer, lane, 0, n_finished, kv_tail, beta_tail)
 
     def settle(self) -> None:
@@ -242,13 +270,17 @@ class Memory:
         n_whole = n_tokens // size * size
         kv = [self.read_context(layer, lane, pages, n_tokens).to("cpu") for layer in range(self.n_layers)]
         context = self.context
+
+        def kept(tensors: list[Tensor]) -> list[Tensor]:
+            return tensors if context.kept else []
+
         return SavedKV(
             n_tokens=n_tokens,
             blocks=tuple(t[:, :, :n_whole].unflatten(2, (-1, size)).permute(2, 1, 0, 3, 4).clone() for t in kv),
             partial=tuple(t[:, :, n_whole:].transpose(0, 1).clone() for t in kv),
-            betas=tuple(t[lane].flatten(1)[:, :n_tokens].to("cpu", copy=True) for t in context.token_betas),
-            key_means=tuple(t[lane, :, :n_windows].to("cpu", copy=True) for t in context.key_means),
-            beta_means=tuple(t[lane, :, :n_windows].to("cpu", copy=True) for t in context.beta_means),
+            betas=tuple(t[lane].flatten(1)[:, :n_tokens].to("cpu", copy=True) for t in kept(context.token_betas)),
+            key_means=tuple(t[lane, :, :n_windows].to("cpu", copy=True) for t in kept(context.key_means)),
+            beta_means=tuple(t[lane, :, :n_windows].to("cpu", copy=True) for t in kept(context.beta_means)),
         )
 
     def restore(self, lane: int, pages: list[int], saved: SavedKV) -> None:
@@ -256,11 +288,23 @@ class Memory:
         for layer in range(self.n_layers):
             whole = saved.blocks[layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
             kv = torch.cat([whole, saved.partial[layer].transpose(0, 1)], dim=2).to(self.device)
-            betas = saved.betas[layer].T.to(self.device)
-            self.context.append_chunk(layer, lane, 0, kv[0].transpose(0, 1), betas)
-            n_windows = saved.key_means[layer].shape[1]
-            # the saved means, not recomputed ones: a resumed run repeats the unbroken one bit for bit
-            self.context.key_means[layer][lane, :, :n_windows] = saved.key_means[layer].to(self.device)
-            self.context.beta_means[layer][lane, :, :n_windows] = saved.beta_means[layer].to(self.device)
+            betas = None
+            if self.context.kept:
+                betas = saved.betas[layer].T.to(self.device)
+                self.context.append_chunk(layer, lane, 0, kv[0].transpose(0, 1), betas)
+                n_windows = saved.key_means[layer].shape[1]
+                # the saved means, not recomputed ones: a resumed run repeats the unbroken one bit for bit
+                self.context.key_means[layer][lane, :, :n_windows] = saved.key_means[layer].to(self.device)
+                self.context.beta_means[layer][lane, :, :n_windows] = saved.beta_means[layer].to(self.device)
             self.store_chunk(layer, lane, pages, 0, kv, betas)
         self.settle()
+
+
+def _roomy_or_exact(take: Callable[[int], None], roomy: int, needed: int) -> None:
+    """Take ``roomy``, or where that does not fit ``needed``."""
+    try:
+        take(roomy)
+    except CapacityError:
+        if roomy == needed:
+            raise
+        take(needed)

@@ -29,12 +29,14 @@ def required_bytes(
     lanes: int,
     tokens_a_lane: int,
     key_means_dtype: str = "float32",
+    keep_context: bool | None = None,
 ) -> dict[str, int]:
     """Bytes over all layers for ``lanes`` sequences of ``tokens_a_lane`` stored tokens each, as ``Memory`` takes them
     when it is given exactly that (``Memory.preallocate``).
 
     ``device_slot_bytes``: K and V of the slots; ``device_map_bytes``: betas, block map and last uses beside them, and
-    the page table; ``device_context_bytes``: key means, beta means, betas by token and the ring of last keys;
+    the page table; ``device_context_bytes``: key means, beta means, betas by token and the ring of last keys
+    (a dense method keeps none of them, but to record scores: ``keep_context``);
     ``device_pool_bytes`` and ``host_pool_bytes``: pages, with their betas where attention reads them on the device.
     """
     accumulated = 8 if shape.dtype == "float64" else 4  # bytes of a beta or a mean of them
@@ -46,12 +48,13 @@ def required_bytes(
     page_betas = 0 if offload or not method.uses_beta else block * accumulated
     slots = lane_heads * n_slots if offload else 0
     slot_maps = slots * (block * accumulated + _INT32 + _INT64) + (lane_heads * _INT64 if offload else 0)
+    kept = not method.dense if keep_context is None else keep_context
     means = windows * (dim * key_mean_item_bytes(key_means_dtype, shape.dtype) + accumulated)
     ring = cfg.kernel_size * dim * DTYPE_BYTES[shape.dtype]
     return {
         "device_slot_bytes": slots * run_bytes,
         "device_map_bytes": slot_maps + lanes * blocks * _INT64,
-        "device_context_bytes": lane_heads * (means + blocks * block * accumulated + ring),
+        "device_context_bytes": lane_heads * (means + blocks * block * accumulated + ring) if kept else 0,
         "device_pool_bytes": 0 if offload else pages * (run_bytes + page_betas),
         "host_pool_bytes": pages * run_bytes if offload else 0,
     }

@@ -43,6 +43,9 @@ class StepRunner(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest launched step."""
 
+    def stop_recording(self) -> None:
+        """Keep nothing for a recorder in the steps to come."""
+
 
 class EagerRunner:
     """Every operation at once, one after another (reference kernels)."""
@@ -65,6 +68,9 @@ class EagerRunner:
 
     def collect(self) -> StepResult:
         return self._result
+
+    def stop_recording(self) -> None:
+        self._decode.record_scores = False
 
 
 NOT_FINITE = "NaN or infinite logits"

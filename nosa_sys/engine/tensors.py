@@ -32,6 +32,17 @@ def doubled(current: int, needed: int, floor: int = 1, *, exact: bool = False) -
     return needed if exact else max(needed, 2 * current, floor)
 
 
+def stepped(current: int, needed: int, step: int) -> int:
+    """The next capacity of what should move rarely: exactly ``needed`` the first time, then multiples of ``step``.
+
+    >>> stepped(0, 9, 4), stepped(9, 10, 4), stepped(9, 3, 4)
+    (9, 12, 9)
+    """
+    if current == 0 or needed <= current:
+        return max(current, needed)
+    return -(-needed // step) * step
+
+
 def n_bytes(*tensors: Tensor) -> int:
     """Bytes of the elements of all ``tensors``."""
     return sum(t.numel() * t.element_size() for t in tensors)

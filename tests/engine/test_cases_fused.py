@@ -396,6 +396,25 @@ def test_case_23_memory_of_whole_lives_stays_within_the_limit() -> None:
     assert all(len(tokens) == 30 for tokens in engine.outputs.values())
 
 
+@pytest.mark.parametrize("method", ["nosa", "full"])
+def test_longer_sequences_that_join_seldom_move_memory(method: str) -> None:
+    """Each of 40 sequences is a block longer than the one before: graphs would be captured anew at every generation."""
+    model = tiny_model(5, shape=ONE_LAYER)
+    engine = whole_lives(fused(model, method=method, max_batch=2, schedule="fused_kv"))
+    generations, prompts = set(), [random_tokens(16 * n + 3, n) for n in range(1, 41)]
+    ids = []
+    for prompt in prompts:
+        ids.append(engine.add(prompt, 3))
+        engine.step()
+        generations.add(engine.memory.generation)
+    engine.run()
+    assert len(generations) <= 6
+    for sequence, prompt in list(zip(ids, prompts, strict=True))[::13]:
+        alone = Engine(model, SMALL, method=method)
+        alone.add(prompt, 3)
+        assert alone.run()[0] == engine.outputs[sequence]
+
+
 @pytest.mark.parametrize("dim", [6, 80, 96])
 def test_case_24_head_dims_that_are_no_power_of_two(dim: int) -> None:
     model = tiny_model(24, shape=ModelShape("dims", 1, 4, 2, dim, 24, 40, TINY.vocab_size, dtype="float64"))

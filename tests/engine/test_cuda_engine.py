@@ -166,3 +166,31 @@ def test_a_timed_run_writes_phases_and_a_timeline(models, tmp_path) -> None:
     assert engine.last_plan.phase_us["select_us"].min() > 0
     assert engine.last_plan.phase_us["attention_us"].min() > 0
     assert (tmp_path / "trace" / "timeline.json.gz").stat().st_size > 100
+
+
+@pytest.mark.parametrize("method", ["nosa", "full"])
+def test_longer_sequences_that_join_are_seldom_captured_anew(models, method: str) -> None:
+    """Each of 30 sequences is a block longer than the one before, two at a time."""
+    cpu, gpu = models
+    requests = [(SMALL.block_size * (n + 1) + 3, 3) for n in range(30)]
+    expected, _ = decoded(cpu, requests, 2, method=method)
+    found, engine = decoded(gpu, requests, 2, method=method, schedule="fused_kv")
+    assert found == expected
+    assert engine._runner.n_captures <= 12
+
+
+def test_buffers_of_scores_are_given_back_when_recording_stops(models, tmp_path) -> None:
+    cpu, gpu = models
+    plain, _ = decoded(cpu, [(700, 40), (300, 40)], 2)
+    recorder = Recorder(tmp_path / "trace", background=True)
+    engine = Engine(gpu, SMALL, max_batch=2, recorder=recorder, record_scores=True)
+    for seed, prompt in enumerate((700, 300)):
+        engine.add(random_tokens(prompt, seed), 40)
+    for _ in range(12):
+        engine.step()
+    assert any(name == "window_scores" for name, _ in engine._runner._results._rings)
+    engine.stop_recording()
+    recorder.close()
+    assert not engine._runner._results._rings
+    assert engine.run() == plain
+    assert check_trace(Trace.open(tmp_path / "trace")).ok

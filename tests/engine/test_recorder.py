@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from nosa_sys.engine.cuda.results import StepResults
 from nosa_sys.engine.engine import Engine
 from nosa_sys.engine.recorder import Recorder
 from nosa_sys.errors import ConfigError, TraceError
@@ -170,3 +172,40 @@ def test_a_recorder_serves_one_engine(tmp_path: Path) -> None:
     Engine(tiny_model(), SMALL, recorder=recorder)
     with pytest.raises(ConfigError, match="serves an engine already"):
         Engine(tiny_model(), SMALL, recorder=recorder)
+
+
+@pytest.mark.parametrize("options", [{}, {"runner": "kernels", "schedule": "split_merge"}])
+def test_an_engine_goes_on_after_its_recording_stops(tmp_path: Path, options: dict) -> None:
+    model = tiny_model(12)
+    alone = Engine(model, SMALL)
+    alone.add(random_tokens(120, 1), 40)
+    recorder = Recorder(tmp_path / "t")
+    engine = Engine(model, SMALL, recorder=recorder, record_scores=True, **options)
+    engine.add(random_tokens(120, 1), 40)
+    for _ in range(10):
+        engine.step()
+    assert engine.last_plan is not None
+    assert engine.last_plan.window_scores is not None
+    engine.stop_recording()
+    recorder.close()
+    engine.step()
+    assert engine.last_plan.window_scores is engine.last_plan.new_beta_means is None
+    assert engine.run() == alone.run()
+    trace = Trace.open(tmp_path / "t")
+    assert not check_trace(trace).problems
+    assert trace.meta.n_steps == 10
+
+
+def test_buffers_of_results_are_bounded_and_given_back() -> None:
+    """Scores widen as contexts grow: the shapes used last keep their buffers, until all are released."""
+    results = StepResults(torch.device("cpu"))
+    tensors = [torch.zeros(2, width) for width in range(1, 9)]
+    rings = [results._ring("window_scores", tensor) for tensor in tensors]
+    other = results._ring("packed", tensors[0])
+    assert results._ring("window_scores", tensors[4]) is rings[4]
+    results._ring("window_scores", torch.zeros(2, 20))
+    kept = [key for key in results._rings if key[0] == "window_scores"]
+    assert [shape[1] for _, shape in kept] == [7, 8, 5, 20]
+    assert results._ring("packed", tensors[0]) is other
+    results.release()
+    assert not results._rings

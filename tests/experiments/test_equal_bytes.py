@@ -92,6 +92,13 @@ def test_full_attention_equals_itself_and_residency_keeps_everything() -> None:
     assert resident.kv_bytes == full_kv_bytes(SHAPE, SPARSE, K16)
 
 
+def test_full_attention_pays_for_its_pages_alone_as_its_engine_does() -> None:
+    kept = kept_bytes(SHAPE, SPARSE, "full", slots=0, context=K16, offload=False)
+    taken = required_bytes(SHAPE, SPARSE, get_method("full"), n_slots=1, offload=False, lanes=1, tokens_a_lane=K16)
+    assert kept.total_bytes == kept.kv_bytes == taken["device_pool_bytes"]
+    assert taken["device_context_bytes"] == 0
+
+
 def test_largest_batch_names_its_limit() -> None:
     settings = {"slots": 64, "context": 98304, "offload": True}
     batch, limit = largest_batch(SHAPE, SPARSE, "nosa", **settings, gpu_bytes=110e9, host_bytes=100 * 2**30)

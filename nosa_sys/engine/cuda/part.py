@@ -66,6 +66,7 @@ class LanePart:
         self.keeps_pooled = spec.policy.ranks_by_beta or spec.options.n_prefetch > 0 or self.keeps_scores
         head = spec.model.head if self.method.uses_beta or self.keeps_scores else "none"
         self._head_shape = HeadShape(shape.n_q_heads, shape.n_kv_heads, shape.head_dim, head, self.cfg.kernel_stride)
+        self._nothing = None if spec.memory.context.kept else self._empty_context()
         self._no_lanes = torch.full((self.n_rows,), -1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(spec.model.n_layers, dtype=torch.int32, device=device)
         self.selections: list[StepSelection] = []
@@ -249,6 +250,8 @@ class LanePart:
 
     # ---- pieces
     def _context(self, layer: int) -> TokenContext:
+        if self._nothing is not None:
+            return self._nothing
         context, lanes = self.memory.context, self.lanes
         return TokenContext(
             context.ring[layer][lanes],
@@ -256,6 +259,14 @@ class LanePart:
             context.key_means[layer][lanes],
             context.beta_means[layer][lanes],
         )
+
+    def _empty_context(self) -> TokenContext:
+        """Of one lane that nobody reads or writes, for a method that keeps none."""
+        model, heads, size = self.model, self.n_heads, self.cfg.block_size
+        dim, rows = model.shape.head_dim, self.cfg.kernel_size
+        ring = torch.zeros((1, rows, heads, dim), dtype=model.dtype, device=model.device)
+        shapes = ((1, heads, 1, size), (1, heads, 1, dim), (1, heads, 1))
+        return TokenContext(ring, *(torch.zeros(s, dtype=model.acc_dtype, device=model.device) for s in shapes))
 
     def _page_blocks(self, layer: int) -> CurrentBlocks:
         pool = self.memory.pool

@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Two steps may be in flight while a third is being read.
 _N_RESULTS = 3
+# Shapes of one result that keep their buffers: joins and leaves change shapes to and fro, growing contexts for good.
+_N_SHAPES = 4
 
 
 class StepResults:
@@ -47,11 +49,27 @@ class StepResults:
         self._last.append(done)
         return dict(zip(tensors, (here for _, here in slots), strict=True)), done
 
+    def release(self) -> None:
+        """Give all buffers back, once nothing is copied through them any more."""
+        self._settle()
+        self._rings.clear()
+
+    def _settle(self) -> None:
+        for done in self._last:
+            done.synchronize()
+        self._last.clear()
+
     def _ring(self, name: str, like: Tensor) -> list[tuple[Tensor, Tensor]]:
         key = (name, like.shape)
-        if key not in self._rings:
-            self._rings[key] = [
-                (torch.empty_like(like), torch.empty(like.shape, dtype=like.dtype, pin_memory=True))
+        ring = self._rings.pop(key, None)
+        if ring is None:
+            others = [k for k in self._rings if k[0] == name]
+            if len(others) >= _N_SHAPES:
+                self._settle()
+                del self._rings[others[0]]
+            ring = [
+                (torch.empty_like(like), torch.empty(like.shape, dtype=like.dtype, pin_memory=self._on_gpu))
                 for _ in range(_N_RESULTS)
             ]
-        return self._rings[key]
+        self._rings[key] = ring  # the one used longest ago is the first to go
+        return ring

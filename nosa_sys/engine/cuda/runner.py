@@ -8,6 +8,7 @@ next step can already run.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from nosa_sys.engine.injection import Injection, geometric_origins
 from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.plan import StepBatch, StepPlan
 from nosa_sys.engine.policies import Policy
-from nosa_sys.engine.record_level import RECORD_NOTHING
+from nosa_sys.engine.record_level import RECORD_NOTHING, RECORD_SELECTIONS
 from nosa_sys.engine.runner import NOT_FINITE, StepResult
 from nosa_sys.engine.sampling import Draws
 from nosa_sys.kernels.block_selection import describe_error
@@ -151,12 +152,18 @@ class GraphRunner:
         self._in_flight.popleft()  # last: an interrupted wait must not lose a step
         return StepResult(tokens, plan, logits, failures)
 
+    def stop_recording(self) -> None:
+        """Steps leave their tokens alone from now on (with ``inspect`` selections too), and the buffers of what was
+        recorded are given back. No step may be in flight."""
+        level = RECORD_SELECTIONS if self._inspect else RECORD_NOTHING
+        self._options = dataclasses.replace(self._options, record=level)
+        self._drop_graphs()
+        self._results.release()
+
     # ---- graphs
     def _replay_of(self, schedule: str, batch: StepBatch, sampled: bool) -> Replay:
         if self._generation != self._memory.generation:
-            self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle() if self._capture else None  # a pool ends with its last graph
-            self._generation = self._memory.generation
+            self._drop_graphs()
         key = (schedule, self._n_lanes(batch), self._n_blocks(batch), sampled)
         if key not in self._graphs:
             if len(self._graphs) >= _MAX_GRAPHS:
@@ -165,6 +172,11 @@ class GraphRunner:
             self._graphs[key] = self._capture_step(program) if self._capture else program.run
         self._graphs[key] = self._graphs.pop(key)  # the one used longest ago is the first to go
         return self._graphs[key]
+
+    def _drop_graphs(self) -> None:
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle() if self._capture else None  # a pool ends with its last graph
+        self._generation = self._memory.generation
 
     def _n_lanes(self, batch: StepBatch) -> int:
         """Lanes of the graph: as many as run, rounded up beyond 16 so that joins and leaves find a graph."""
