@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--only", help="runs to train, comma separated")
+    parser.add_argument("--seed", type=int, help="only runs of this seed")
     parser.add_argument("--attention", help="for every run")
     parser.add_argument("--steps", type=int, help="for every run")
     parser.add_argument("--bring", default="", help="runs whose adapters come back, comma separated")
@@ -70,6 +71,7 @@ def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
     runs = parse_train_recipe(read_yaml_mapping(options.train, RECIPE_KEYS), str(options.train), changes)
     if options.only is not None:
         runs = [run for run in runs if run.name in options.only.split(",")]
+    runs = [run for run in runs if options.seed in (None, run.seed)]
     runs.sort(key=lambda run: run.seed)  # all methods under one seed come before the next seed
     if options.eval and options.eval_texts is None:
         raise ConfigError("--eval needs --eval-texts: what the models read")

@@ -81,6 +81,8 @@ def test_sessions_without_time_add_up_to_the_same(place: Path, monkeypatch: pyte
     assert session("--out", place / "whole") in (0, 3)  # its subjects lie elsewhere
     assert session("--minutes", 1e-9) == 3
     assert not any(row["finished"] for row in told(place)["training"])
+    assert session("--only", "dense", "--seed", 0) == 3
+    assert [row["run"] for row in told(place)["training"]] == ["dense-seed0"]
     assert session("--only", "dense") == 3
     assert [row["finished"] for row in told(place)["evaluation"]["eval"]] == [True, False]
     before = figures(place)
