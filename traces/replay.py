@@ -26,6 +26,11 @@ UNCHANGED_QUERIES = (
     "states is left out"
 )
 
+OTHER_BIAS = (
+    "attention of {captured} {has} beta and that of {replayed} {lacks}, so all later hidden states are others: capture "
+    "{replayed} itself for figures to rely on (docs/simulator.md, replays against live captures)"
+)
+
 
 @dataclass(frozen=True)
 class ReplayResult:
@@ -106,6 +111,7 @@ def replay(
     assumptions = list(trace.notes)
     if again:
         assumptions.append(UNCHANGED_QUERIES)
+        assumptions += _other_bias(meta, chosen)
         rows = reselect(trace, rows, cfg, chosen)
     if meta.schedule == "prefetch":
         assumptions.append("misses are on demand: the captured prefetch is not replayed")
@@ -189,6 +195,15 @@ def final_pooled_betas(trace: Trace, uses: BlockUses, cfg: SparseConfig) -> np.n
         own = slice(uses.first_block[stream], uses.first_block[stream + 1])
         out[own] = pooled[uses.block_ids[own]]
     return out
+
+
+def _other_bias(meta: TraceMeta, method: Method) -> list[str]:
+    """A warning where beta enters the softmax of one of the two methods alone; a dense method selects all anyway."""
+    captured = get_method(meta.method)
+    if method.dense or meta.head == "none" or captured.uses_beta == method.uses_beta:
+        return []
+    has, lacks = ("adds", "does not") if captured.uses_beta else ("does not add", "does")
+    return [OTHER_BIAS.format(captured=captured.name, replayed=method.name, has=has, lacks=lacks)]
 
 
 def _resolve(

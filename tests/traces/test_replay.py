@@ -114,6 +114,26 @@ def test_other_methods(tmp_path: Path, method: str) -> None:
     assert result.misses.n_misses.tolist() == [n for _, n in expected]
 
 
+@pytest.mark.parametrize(
+    ("captured", "replayed", "head", "warned"),
+    [
+        ("nosa", "infllmv2", "ed_dma", True),
+        ("infllmv2", "nosa", "ed_dma", True),
+        ("nosa", "infllmv2", "none", False),
+        ("nosa", "dma", "ed_dma", False),
+        ("nosa", "full", "ed_dma", False),
+    ],
+)
+def test_a_method_with_another_bias_is_warned_of(
+    tmp_path: Path, captured: str, replayed: str, head: str, warned: bool
+) -> None:
+    trace = Trace.open(make_trace(sequences=SEQUENCES, method=captured).write(tmp_path))
+    trace = Trace(trace.directory, dataclasses.replace(trace.meta, head=head))
+    warnings = [text for text in replay(trace, method=replayed).assumptions if f"capture {replayed} itself" in text]
+    assert bool(warnings) is warned
+    assert not any("capture" in text and "itself" in text for text in replay(trace).assumptions)
+
+
 def test_full_attention_needs_no_scores_and_moves_nothing(tmp_path: Path) -> None:
     source = make_trace(scores=False)
     result = replay(Trace.open(source.write(tmp_path)), method="full")
