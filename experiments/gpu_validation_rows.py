@@ -20,8 +20,8 @@ from nosa_sys.simulator.schedules import get_schedule
 from nosa_sys.simulator.simulate import price
 from nosa_sys.simulator.workload import Workload
 
-# Parts of an exposed transfer below this share of the step are noise of two large times.
-_LEAST_EXPOSED = 0.02
+# An exposed transfer is the difference of two steps: below this share of them it is mostly what they do not repeat.
+_LEAST_EXPOSED = 0.05
 # Schedules nearer than this are not held to an order.
 _ORDERED_BEYOND = 0.03
 _CAPACITY_TOLERANCE = 0.001
@@ -86,6 +86,9 @@ def _compared(run: GpuRun, schedule: str, shape: ModelShape, profile: HardwarePr
         "measured_h2d_bytes": run.n_misses[schedule] * block_bytes,
         "predicted_h2d_bytes": predicted.h2d_bytes_total,
     }
+    use = work.memory()
+    row |= {"predicted_gpu_bytes": use.gpu_bytes, "predicted_host_pool_bytes": use.host_pool_bytes}
+    row["predicted_batch_that_fits"] = use.batch_that_fits(profile)
     if row["measured_h2d_bytes"] != row["predicted_h2d_bytes"]:
         row["failed"] = (
             f"predicted bytes {row['predicted_h2d_bytes']} differ from the measured {row['measured_h2d_bytes']}"
@@ -110,6 +113,7 @@ def without_fetches(profile: HardwareProfile) -> HardwareProfile:
         fetch_alone_fixed_us=0.0,
         fetch_alone_layer_us=0.0,
         fetch_alone_us_per_mb=0.0,
+        fork_us=0.0,
         fetch_beside_fixed_us=0.0,
         fetch_beside_us_per_mb=0.0,
     )

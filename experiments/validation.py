@@ -13,11 +13,13 @@ import numpy as np
 import pandas as pd
 import torch
 
+from nosa_sys.engine.memory_plan import device_bytes, required_bytes
 from nosa_sys.engine.phases import ATTENTION, H2D, OTHER, SELECT
 from nosa_sys.errors import CapacityError, NosaError
 from nosa_sys.experiments.capture import device_name
 from nosa_sys.experiments.validation_recipe import ValidationRecipe
 from nosa_sys.machine import versions
+from nosa_sys.methods import get_method
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.models.load import load_model
@@ -137,7 +139,10 @@ def _rows(
 
 
 def _capacity(cell: EngineCell, shape: ModelShape, profile: HardwareProfile) -> dict[str, Any]:
-    """Predicted bytes of the cell, before anything runs; CapacityError where they exceed the profile's memory."""
+    """Predicted bytes of the cell beside those of the engine's own plan, and the batch that fits, before anything runs.
+
+    CapacityError where they exceed the profile's memory, or where prediction and plan differ.
+    """
     block_bytes = shape.kv_block_bytes(cell.sparse.block_size)
     use = memory_use(
         shape,
@@ -152,7 +157,29 @@ def _capacity(cell: EngineCell, shape: ModelShape, profile: HardwareProfile) -> 
     limits = use.limits(profile)
     if limits:
         raise CapacityError("; ".join(limits))
-    return {"predicted_gpu_bytes": use.gpu_bytes, "predicted_host_pool_bytes": use.host_pool_bytes}
+    method = get_method(cell.method)
+    plan = required_bytes(
+        shape,
+        cell.sparse,
+        method,
+        n_slots=cell.slots or 1,
+        offload=not method.dense,
+        lanes=cell.batch,
+        tokens_a_lane=cell.context + cell.steps + 1,
+    )
+    planned = (device_bytes(plan) + shape.weight_bytes, plan["host_pool_bytes"])
+    if planned != (use.gpu_bytes, use.host_pool_bytes):
+        raise CapacityError(
+            f"predicted bytes (device, host) {(use.gpu_bytes, use.host_pool_bytes)} differ from the engine's plan "
+            f"{planned}"
+        )
+    return {
+        "predicted_gpu_bytes": use.gpu_bytes,
+        "predicted_host_pool_bytes": use.host_pool_bytes,
+        "planned_gpu_bytes": planned[0],
+        "planned_host_pool_bytes": planned[1],
+        "predicted_batch_that_fits": use.batch_that_fits(profile),
+    }
 
 
 def compare(run: CellRun, prediction: Prediction) -> dict[str, Any]:

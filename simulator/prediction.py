@@ -37,8 +37,9 @@ class Prediction:
     ``prefetch_bytes_total`` are blocks fetched on a guess, ``wasted_prefetch_bytes_total`` those that spared no miss.
     ``link_utilisation`` is h2d bytes, guessed ones included, / (h2d bandwidth x step time). ``limited_by`` is the
     largest part of the step time. ``conversion_us``: what of select_us and attention_us converts blocks between the
-    formats of host and device, alone. ``extrapolated``: on which axes, and how far, this lies outside what the profile
-    was measured at. ``model_errors``: leave-one-out errors of the fits that the profile's numbers come from.
+    formats of host and device, alone. ``batch_that_fits``: the largest batch that both memories hold, None without
+    limits. ``extrapolated``: on which axes, and how far, this lies outside what the profile was measured at.
+    ``model_errors``: leave-one-out errors of the fits that the profile's numbers come from.
     """
 
     step_time_us: float
@@ -73,6 +74,7 @@ class Prediction:
     memory: dict[str, int]
     limits: list[str]
     settings: dict[str, Any]
+    batch_that_fits: int | None = None
     conversion_us: float = 0.0
     extrapolated: list[str] = field(default_factory=list)
     model_errors: list[dict[str, Any]] = field(default_factory=list)
@@ -154,6 +156,7 @@ def predict(
         limits=memory.limits(hardware),
         settings=workload.settings()
         | {"schedule": schedule.name, "hardware": hardware.name, "link": hardware.link, "h2d_gbps": hardware.link_gbps},
+        batch_that_fits=memory.batch_that_fits(hardware),
         conversion_us=_conversion_us(costs, averaged),
         extrapolated=extrapolated,
         model_errors=[dataclasses.asdict(fit) for fit in hardware.model_errors()],

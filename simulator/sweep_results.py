@@ -39,6 +39,7 @@ _WHOLE = (
     "index", "block_size", "topk", "k_e", "select_blocks", "init_blocks", "window_size", "context_tokens", "slots",
     "batch", "h2d_bytes_total", "h2d_bytes_total_warm", "d2h_bytes_total", "n_steps", "n_cold_steps", "gpu_bytes",
     "host_pool_bytes", "cold_h2d_bytes", "prefetch_bytes_total", "wasted_prefetch_bytes_total", "block_bytes",
+    "batch_that_fits",
 )  # fmt: skip
 _REAL = (
     "h2d_gbps", "step_time_us", "step_time_p50_us", "step_time_p90_us", "select_us", "h2d_exposed_us", "h2d_hidden_us",

@@ -227,5 +227,6 @@ def summary_table(document: dict[str, Any]) -> Any:
     memory = document.get("memory", {})
     places = (("GPU memory, GB", "gpu_bytes"), ("host memory, GB", "host_pool_bytes"))
     rows += [(text, memory[key] / 1e9) for text, key in places if key in memory]
+    rows.append(("batch that fits", document.get("batch_that_fits")))
     label = f"{document['status']}, extrapolated" if document.get("extrapolated") else document["status"]
     return out.table(f"prediction ({label})", ("figure", "value"), rows)

@@ -110,18 +110,23 @@ def _on_gpu(path: Path, out_dir: Path, hardware: str | None, *, overwrite: bool,
 
 
 def cells_table(document: dict[str, Any]) -> Any:
-    """A row a cell, failed ones with their reason, then median, p90 and worst."""
+    """A row a cell, predicted capacity first, failed ones with their reason, then median, p90 and worst.
+
+    GPU and host bytes and the batch that fits were held against the engine's own plan before the cell ran.
+    """
     rows: list[tuple[Any, ...]] = []
     for row in document["cells"]:
         what = f"{row['method']} b{row['batch']} k{row['topk']} block {row['block_size']} slots {row['slots']}"
         if row.get("error") is None:
-            rows.append((what, row["context"], None, None, row["failed"]))
+            rows.append((what, row["context"], *[None] * 5, row["failed"]))
             continue
         note = row["failed"] or f"{row['error']:+.1%}"
-        rows.append((what, row["context"], row["measured_step_us"], row["predicted_step_us"], note))
+        gpu, host, fits = (row.get(f"predicted_{name}") for name in ("gpu_bytes", "host_pool_bytes", "batch_that_fits"))
+        capacity = (out.size(gpu), out.size(host), fits)
+        rows.append((what, row["context"], *capacity, row["measured_step_us"], row["predicted_step_us"], note))
     for name, value in document["errors"].items():
-        rows.append((f"{name} of |error|", None, None, None, "none" if value is None else f"{value:.1%}"))
+        rows.append((f"{name} of |error|", *[None] * 6, "none" if value is None else f"{value:.1%}"))
     title = (
         f"{document['name']} on {document['device']}: measured, and {document['status']} from {document['hardware']}"
     )
-    return out.table(title, ("cell", "context", "measured, us", "predicted, us", "error"), rows)
+    return out.table(title, ("cell", "context", "GPU", "host", "fits", "measured, us", "predicted, us", "error"), rows)
