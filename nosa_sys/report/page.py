@@ -11,6 +11,7 @@ from nosa_sys.report.figure import Figure
 from nosa_sys.report.headline import headline_numbers
 from nosa_sys.report.html import document, html_id, legend_of, pill, plot_html, table_html
 from nosa_sys.report.inputs import ReportInputs
+from nosa_sys.report.model_errors import model_error_rows
 from nosa_sys.report.provenance import provenance_rows
 from nosa_sys.report.replay_figures import replay_figures
 from nosa_sys.report.sweep_figures import sweep_figures
@@ -46,6 +47,10 @@ def build_page(inputs: ReportInputs, *, title: str = "NOSA report") -> Page:
     for sweep_title, status, rows in what_if_rows(inputs.sweeps):
         reading = "One setting changed at a time from the first row; the last column is tokens/s against that row."
         body.append(_table_section(sweep_title, status, reading, rows))
+    errors = model_error_rows(inputs.predictions)
+    if len(errors) > 1:
+        reading = "Each measured point predicted by the model fitted to all others; relative errors, fit by fit."
+        body.append(_table_section("How well the profile's models fit", "measured", reading, errors))
     body.append(
         _table_section(
             "Where these numbers come from", None, "What is needed to make them again.", provenance_rows(inputs)
