@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 
 import numpy as np
@@ -52,8 +53,9 @@ def random_workload(rng: np.random.Generator, shape: ModelShape, sparse: SparseC
     )  # fmt: skip
 
 
-def run_share(seed: int, n_configurations: int, schedule: str, profile: str) -> float:
-    """Price some configurations; returns the sum of their mean step times, the same in every run."""
+def run_share(seed: int, n_configurations: int, schedule: str, profile: str) -> tuple[float, float]:
+    """Price some configurations: (sum of their mean step times, the same in every run; seconds of processor time)."""
+    begin = time.process_time()
     rng = np.random.default_rng(seed)
     shape, sparse, plan = ModelShape.preset("nosa-8b"), SparseConfig(), get_schedule(schedule)
     hardware = load_hardware(profile)
@@ -61,7 +63,8 @@ def run_share(seed: int, n_configurations: int, schedule: str, profile: str) -> 
         (random_workload(rng, shape, sparse), hardware.with_h2d_gbps(float(rng.uniform(10.0, 100.0))))
         for _ in range(n_configurations)
     ]
-    return float(sum(p.step_time_us for p in price(situations, plan)))
+    total = float(sum(p.step_time_us for p in price(situations, plan)))
+    return total, time.process_time() - begin
 
 
 def main() -> None:
@@ -71,9 +74,9 @@ def main() -> None:
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="serial")
     parser.add_argument("--hardware", default="h200")
     given = parser.parse_args()
-    begin = time.perf_counter()
+    load, begin = os.getloadavg()[0], time.perf_counter()
     shares = [min(_AT_ONCE, given.configurations - i) for i in range(0, given.configurations, _AT_ONCE)]
-    sums = Parallel(n_jobs=given.workers)(
+    found = Parallel(n_jobs=given.workers)(
         delayed(run_share)(seed, n, given.schedule, given.hardware) for seed, n in enumerate(shares)
     )
     seconds = time.perf_counter() - begin
@@ -87,7 +90,9 @@ def main() -> None:
                 "schedule": given.schedule,
                 "hardware": given.hardware,
                 "seconds": round(seconds, 2),
-                "step_time_us_mean": sum(sums) / given.configurations,
+                "processor_seconds": round(sum(cpu for _, cpu in found), 2),
+                "load_before": round(load, 2),
+                "step_time_us_mean": sum(total for total, _ in found) / given.configurations,
             }
         )
     )
