@@ -40,25 +40,6 @@ def n_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _DEFAULT_SMS
 
 
-def choose_splits(groups: int, units: int, places: int, *, max_splits: int = 64) -> int:
-    """How many CTAs share one group's ``units`` of work, so that the last wave over ``places`` CTAs is full.
-
-    The fewest splits among those that waste the least: each split costs a partial result and a share of the merge.
-
-    >>> choose_splits(groups=128, units=64, places=264), choose_splits(groups=32, units=256, places=264)
-    (2, 8)
-    >>> choose_splits(groups=512, units=64, places=264)
-    1
-    """
-    best, best_cost = 1, float("inf")
-    for splits in range(1, min(units, max_splits) + 1):
-        waves = -(-groups * splits // places)
-        cost = waves * -(-units // splits) * (1 + 0.01 * splits)
-        if cost < best_cost * 0.98:
-            best, best_cost = splits, cost
-    return best
-
-
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device current: Triton launches on the current device and stream."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

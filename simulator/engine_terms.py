@@ -53,17 +53,20 @@ class MatrixTimes:
 class EngineTerms:
     """Numbers of one device. ``*_us_per_mb``: microseconds a decimal megabyte; ``*_fixed_us``: a launch or a layer.
 
-    ``alone`` and ``beside`` are the two ways of fetching: in line with compute, and next to it.
+    ``alone`` and ``beside`` are the two ways of fetching: in line with compute, and next to it, which costs compute
+    ``fork_us`` a fetch whatever is fetched (two streams part and meet). ``attention_places``: CTAs that run at once.
     """
 
     append_us: float
     select_fixed_us: float
+    select_score_us: float
     select_us_per_head: float
     select_us_per_block: float
-    select_us_per_slot: float
+    select_us_per_compare: float
     select_us_per_mb: float
     attention_fixed_us: float
     dense_attention_fixed_us: float
+    attention_us_per_cta: float
     attention_us_per_mb: float
     attention_us_per_small_mb: float
     merge_fixed_us: float
@@ -76,11 +79,13 @@ class EngineTerms:
     fetch_alone_fixed_us: float
     fetch_alone_layer_us: float
     fetch_alone_us_per_mb: float
+    fork_us: float
     fetch_beside_fixed_us: float
     fetch_beside_us_per_mb: float
     duplex_factor: float
     beside_compute_factor: float
     compute_beside_copy_factor: float
+    attention_places: float = 264.0
     matrices: tuple[MatrixTimes, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
 

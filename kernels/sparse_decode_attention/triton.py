@@ -22,8 +22,9 @@ from torch import Tensor
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
-from nosa_sys.kernels.launch import choose_splits, interpreting, n_sms, on_device, padded
+from nosa_sys.kernels.launch import interpreting, n_sms, on_device, padded
 from nosa_sys.kernels.sparse_decode_attention.reference import slots_or_pages
+from nosa_sys.work_splits import choose_splits, tile_units
 
 _LOG2_E = math.log2(math.e)
 
@@ -272,8 +273,7 @@ def attend(
     q = q if q.stride(2) == 1 and q.stride(1) == dim and q.stride(0) % dim == 0 else q.contiguous()
     n_entries = rows.shape[-1] if block_ids is None else block_ids.shape[-1]
     tile = tile or default_tile(q.dtype)
-    units = max(1, -(-n_entries // max(1, tile // padded(block_size))))
-    places = n_sms(q.device) * ctas_per_sm
+    units, places = tile_units(n_entries, block_size, tile), n_sms(q.device) * ctas_per_sm
     splits = splits or choose_splits(batch * n_kv_heads, units, places)
 
     out = torch.empty((batch, n_q_heads, dim), dtype=q.dtype, device=q.device)

@@ -15,6 +15,7 @@ from nosa_sys.errors import HardwareError
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.profiling.engine_gpu_run import GpuRun
 from nosa_sys.simulator.engine_cost import (
+    attention_ctas,
     attention_features,
     head_matrix,
     layer_matrices,
@@ -27,15 +28,25 @@ from nosa_sys.simulator.engine_terms import MatrixTimes
 from nosa_sys.simulator.workload import second_half
 from nosa_sys.traces.miss_table import LayerStepMisses
 
-SELECT = ("select_fixed_us", "select_us_per_head", "select_us_per_block", "select_us_per_slot", "select_us_per_mb")
+SELECT = (
+    "select_fixed_us",
+    "select_score_us",
+    "select_us_per_head",
+    "select_us_per_block",
+    "select_us_per_compare",
+    "select_us_per_mb",
+)
 ATTENTION = ("attention_us_per_mb", "attention_us_per_small_mb")
+CTAS = "attention_us_per_cta"
 REST = ("rest_fixed_us", "rest_matrix_scale", "rest_us_per_mb")
 FRAME = ("step_fixed_us", "step_head_scale", "step_us_per_mb")
 FIXED = ("append_us", "attention_fixed_us", "dense_attention_fixed_us", "merge_fixed_us")
-COLUMNS = (*FIXED, *SELECT, *ATTENTION, *REST, *FRAME)
+COLUMNS = (*FIXED, *SELECT, *ATTENTION, CTAS, *REST, *FRAME)
 # A phase is short and carries the error of two clock marks; a whole step is what a prediction is held to.
 _PHASE_WEIGHT, _STEP_WEIGHT = 0.3, 1.0
 _LEAST_US = 0.1
+# CTAs of attention that run at once: two on each of the 132 SMs of an H200.
+ATTENTION_PLACES = 264
 
 Sizes = dict[str, float]
 
@@ -97,6 +108,7 @@ class _Design:
                 "attention_fixed_us": 1.0,
                 "merge_fixed_us": 1.0,
                 "attention_us_per_mb": merge_mb(shape, n).item(),
+                CTAS: self._ctas(self._whole),
             }
             _add(step, again, shape.n_layers)
         return step
@@ -117,7 +129,12 @@ class _Design:
         attended = np.array(float(loads.attended_blocks.mean()))
         sizes = attention_features(attended, self._shape.kv_block_bytes(block), block)
         fixed = "dense_attention_fixed_us" if self._setting.dense else "attention_fixed_us"
-        return {fixed: 1.0, **dict(zip(ATTENTION, map(float, sizes), strict=True))}
+        return {fixed: 1.0, CTAS: self._ctas(loads), **dict(zip(ATTENTION, map(float, sizes), strict=True))}
+
+    def _ctas(self, loads: LayerStepMisses) -> float:
+        context = np.array([float(loads.context_tokens.mean())])
+        sparse, method = self._setting.sparse, self._setting.method
+        return float(attention_ctas(self._shape, sparse, method, self._rows(loads), context, ATTENTION_PLACES)[0])
 
     def _rest(self, loads: LayerStepMisses) -> Sizes:
         rows = self._rows(loads)

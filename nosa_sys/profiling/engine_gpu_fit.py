@@ -15,7 +15,7 @@ import numpy as np
 
 from nosa_sys.errors import HardwareError
 from nosa_sys.model_shape import ModelShape
-from nosa_sys.profiling.engine_gpu_design import COLUMNS, observations, values
+from nosa_sys.profiling.engine_gpu_design import ATTENTION_PLACES, COLUMNS, observations, values
 from nosa_sys.profiling.engine_gpu_run import GpuRun
 from nosa_sys.profiling.engine_gpu_setting import at_steps
 from nosa_sys.profiling.fits import LinearFit, fit_linear
@@ -29,12 +29,12 @@ from nosa_sys.traces.miss_table import LayerStepMisses
 
 _OVERLAPPING = ("split_merge", "two_batch")
 _FIT_STEPS = 6  # of each run, evenly spaced: enough to price the two factors
-_FIT_CALLS = 90
+_FIT_CALLS = 220
 _MOST_FIXED_US = 50.0
 # Fetch launches of a layer under the schedules that wait for them.
 _IN_LINE = {"serial": 2, "fused_kv": 1}
 FETCH_ALONE = ("fetch_alone_fixed_us", "fetch_alone_layer_us", "fetch_alone_us_per_mb")
-_BESIDE = ("beside_compute_factor", "compute_beside_copy_factor", "fetch_beside_fixed_us")
+_BESIDE = ("beside_compute_factor", "compute_beside_copy_factor", "fetch_beside_fixed_us", "fork_us")
 _LEAST_US = 0.1  # what is left after taking one time off another may be noise
 SHARING = ("duplex_factor", "beside_compute_factor", "compute_beside_copy_factor")
 MIN_SETTINGS = 6
@@ -105,12 +105,13 @@ def calibrate(
     found = dict(zip(FETCH_ALONE, fits["fetch_alone"].per_unit_us, strict=True))
     found["fetch_beside_fixed_us"] = fits["fetch_beside"].fixed_us
     found["fetch_beside_us_per_mb"] = fits["fetch_beside"].per_unit_us[0]
+    found["fork_us"] = 0.0
     terms |= found
     sources |= dict.fromkeys(FETCH_ALONE, "fit fetch_alone: serial and fused_kv steps less the same without copies")
     sources |= dict.fromkeys(("fetch_beside_fixed_us", "fetch_beside_us_per_mb"), "fit fetch_beside: copies alone")
     for name in SHARING:
         terms[name], sources[name] = getattr(base, name), f"of profile {base.name}: {base.sources.get(name, '')}"
-    made = EngineTerms(**terms, matrices=tuple(matrices), sources=sources)
+    made = EngineTerms(**terms, attention_places=float(ATTENTION_PLACES), matrices=tuple(matrices), sources=sources)
     return _with_sharing(made, runs, shapes, base), fits, engine_rows(runs)
 
 
@@ -144,8 +145,8 @@ def _fetch_beside(runs: Sequence[GpuRun]) -> LinearFit:
 def _with_sharing(
     terms: EngineTerms, runs: Sequence[GpuRun], shapes: Mapping[str, ModelShape], base: HardwareProfile
 ) -> EngineTerms:
-    """Both factors of copies beside compute, and the fixed part of a fetch there (which waits for another stream), that
-    whole steps of the overlapping schedules fit best."""
+    """Both factors of copies beside compute, the fixed part of a fetch there (which waits for another stream), and what
+    parting and meeting cost compute, as whole steps of the overlapping schedules fit best."""
     from scipy.optimize import minimize
 
     jobs: dict[tuple[str, int], list[tuple[Workload, float]]] = {}
@@ -158,13 +159,12 @@ def _with_sharing(
             some = np.unique(np.linspace(0, len(loads) - 1, _FIT_STEPS).astype(int))
             work = workload_of(run, shape, at_steps(loads, some), at_steps(first, some))
             jobs.setdefault((name, shape.n_layers), []).append((work, run.step_us(name)))
-    low, high = np.array([terms.duplex_factor, 0.5, 0.0]), np.array([1.0, 1.0, _MOST_FIXED_US])
+    low = np.array([terms.duplex_factor, 0.5, 0.0, 0.0])
+    high = np.array([1.0, 1.0, _MOST_FIXED_US, _MOST_FIXED_US])
 
     def with_values(values: np.ndarray) -> EngineTerms:
-        beside, compute, fixed_us = map(float, np.clip(values, low, high))
-        return dataclasses.replace(
-            terms, beside_compute_factor=beside, compute_beside_copy_factor=compute, fetch_beside_fixed_us=fixed_us
-        )
+        found = map(float, np.clip(values, low, high))
+        return dataclasses.replace(terms, **dict(zip(_BESIDE, found, strict=True)))
 
     def error(values: np.ndarray) -> float:
         profile = dataclasses.replace(base, engine=with_values(values))
@@ -178,7 +178,7 @@ def _with_sharing(
     if not jobs:
         return terms
     start = np.clip([getattr(terms, name) for name in _BESIDE], low, high)
-    steps = np.array([0.99 - start[0], 0.85 - start[1], 4.0])
+    steps = np.array([0.99 - start[0], 0.85 - start[1], 4.0, 4.0])
     simplex = np.array([start, *(start + np.diag(steps))])
     options = {"maxfev": _FIT_CALLS, "initial_simplex": simplex}
     best = minimize(error, start, method="Nelder-Mead", options=options)

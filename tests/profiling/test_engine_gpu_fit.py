@@ -46,8 +46,9 @@ POINTS = [
 ]
 # About an H200.
 TRUE = EngineTerms(
-    append_us=3.0, select_fixed_us=22.0, select_us_per_head=0.03, select_us_per_block=0.006, select_us_per_slot=0.02,
-    select_us_per_mb=0.31, attention_fixed_us=8.0, dense_attention_fixed_us=11.0, attention_us_per_mb=0.22,
+    append_us=3.0, select_fixed_us=14.0, select_score_us=7.0, select_us_per_head=0.01, select_us_per_block=0.008,
+    select_us_per_compare=0.35, select_us_per_mb=0.31, attention_fixed_us=6.0, dense_attention_fixed_us=8.0,
+    attention_us_per_cta=0.012, fork_us=5.0, attention_us_per_mb=0.22,
     attention_us_per_small_mb=0.2, merge_fixed_us=4.0, rest_fixed_us=9.0, rest_matrix_scale=1.03, rest_us_per_mb=0.1,
     step_fixed_us=60.0, step_head_scale=1.02, step_us_per_mb=0.5, fetch_alone_fixed_us=4.0, fetch_alone_layer_us=3.0,
     fetch_alone_us_per_mb=19.6, fetch_beside_fixed_us=5.0, fetch_beside_us_per_mb=19.8, duplex_factor=0.66,
