@@ -14,10 +14,7 @@ from nosa_sys.cli.options import JsonFlag, Overwrite
 from nosa_sys.errors import ConfigError
 from nosa_sys.outputs import check_output, write_whole
 
-_COLUMNS = (
-    *("misses captured", "drawn", "error %", "bytes error %"),
-    *("gamma captured", "error", "Wasserstein", "KS", "layers %"),
-)
+_COLUMNS = ("misses captured", "drawn", "error %", "bytes error %", "gamma captured", "error", "KS distance")
 
 app = typer.Typer(help="Locality models: fit one to captured scores, hold one against captures.", no_args_is_help=True)
 
@@ -134,9 +131,7 @@ def row_of(comparison: dict[str, Any]) -> tuple[Any, ...]:
         percent(comparison["bytes_error"]),
         comparison["captured"]["gamma_macro"],
         comparison["gamma_error"],
-        comparison["wasserstein"],
         comparison["kolmogorov_smirnov"],
-        percent(comparison["layer_misses_error"]),
     )
 
 

@@ -25,9 +25,12 @@ from nosa_sys.sparse_config import SparseConfig
 
 N_ROUNDS = 14
 _FULL_ROUNDS = 4  # rounds that correct by the whole difference; later ones by less and less, as draws are noisy
-_TILT_GAIN = 1.5
+_FIRST_FLATNESS = 0.7
+_FIRST_WILDNESS = 0.4
+_FLATNESS_GAIN = 10.0
+_FLATNESS_LIMITS = (0.1, 3.0)
 _FIRST_LAG = 3.0  # weight of the lag of one step, which decides misses at slots = k
-_LIMITS = {"turmoil": (0.0, 1.5), "tilt": (-0.5, 0.5), "beta_correlation": (-1.0, 1.0), "correlation": (0.0, 1.0)}
+_LIMITS = {"wildness": (0.0, 1.5), "beta_correlation": (-1.0, 1.0), "correlation": (0.0, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,10 @@ class _Aim:
     """What the parameters are solved from; starts at the captured moments and is corrected by what draws show."""
 
     correlation: np.ndarray
-    tilt: np.ndarray
-    turmoil: np.ndarray
+    flatness: float
+    wildness: np.ndarray
     beta_correlation: np.ndarray
+    recency: np.ndarray
     shared_by_all: float
     shared_by_layer: float
 
@@ -59,9 +63,10 @@ def fit_process(
     wanted = mean_moments([moments_of(c.position, c.scores, c.betas, c.sparse, c.n_kv_heads) for c in captures])
     aim = _Aim(
         correlation=wanted.correlation,
-        tilt=np.zeros(len(wanted.slope)),
-        turmoil=np.sqrt(wanted.turmoil) / 2,
+        flatness=_FIRST_FLATNESS,
+        wildness=np.full(len(wanted.turmoil), _FIRST_WILDNESS),
         beta_correlation=wanted.beta_correlation,
+        recency=wanted.recency / np.sqrt(_rest(wanted)),
         shared_by_all=float(wanted.turmoil_all / wanted.turmoil.mean()),
         shared_by_layer=0.1,
     )
@@ -111,20 +116,27 @@ def _corrected(aim: _Aim, wanted: Moments, found: Moments, gain: float) -> _Aim:
     by_all = min(by_all, 0.9)
     missing = (wanted.turmoil_layers - wanted.turmoil_all) - (found.turmoil_layers - found.turmoil_all)
     by_layer = aim.shared_by_layer + gain * float(missing / wanted.turmoil.mean())
+    slope = np.mean(wanted.slope - found.slope)
     return dataclasses.replace(
         aim,
         correlation=towards("correlation", wanted.correlation - found.correlation),
-        tilt=towards("tilt", _TILT_GAIN * (wanted.slope - found.slope)),
-        turmoil=towards("turmoil", np.sqrt(wanted.turmoil) - np.sqrt(found.turmoil)),
+        flatness=float(np.clip(aim.flatness + gain * _FLATNESS_GAIN * slope, *_FLATNESS_LIMITS)),
+        wildness=towards("wildness", np.sqrt(wanted.turmoil) - np.sqrt(found.turmoil)),
         beta_correlation=towards("beta_correlation", wanted.beta_correlation - found.beta_correlation),
+        recency=aim.recency + gain * (wanted.recency - found.recency) / np.sqrt(_rest(wanted)),
         shared_by_all=by_all,
         shared_by_layer=float(np.clip(by_layer, 0.0, 0.95 - by_all)),
     )
 
 
+def _rest(wanted: Moments) -> np.ndarray:
+    """Variance ``[head]`` over blocks that distance does not explain."""
+    return 1.0 - np.minimum(0.9, wanted.spread)
+
+
 def _solve(aim: _Aim, wanted: Moments, n_layers: int, n_kv_heads: int) -> ScoreProcess:
     """Weights by non-negative least squares over the lags; what no time scale explains is fresh noise."""
-    rest = 1.0 - np.minimum(0.9, wanted.spread)  # variance that the profile leaves
+    rest = _rest(wanted)
     lasting = 1.0 - (1.0 - aim.correlation) / rest[:, None]
     lags = np.asarray(LAGS)
     design = np.stack([*(np.exp(-lags / scale) for scale in TIME_SCALES), np.ones(len(lags))], axis=1)
@@ -137,10 +149,10 @@ def _solve(aim: _Aim, wanted: Moments, n_layers: int, n_kv_heads: int) -> ScoreP
         n_layers,
         n_kv_heads,
         weights,
-        wanted.profile / np.sqrt(rest)[:, None],
+        aim.recency,
         np.clip(aim.beta_correlation / standing, -0.95, 0.95),
-        aim.turmoil,
-        aim.tilt,
+        aim.wildness,
         aim.shared_by_all,
         aim.shared_by_layer,
+        aim.flatness,
     )

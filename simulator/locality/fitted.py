@@ -13,7 +13,7 @@ import numpy as np
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.model_shape import ModelShape
-from nosa_sys.simulator.locality.process import KNOT_TOKENS, N_WEIGHTS, TIME_SCALES, ScoreProcess, ScoreStream
+from nosa_sys.simulator.locality.process import N_WEIGHTS, TIME_SCALES, ScoreProcess, ScoreStream
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.playback import heads_in_turn, layers_by_depth
 
@@ -24,10 +24,9 @@ _FOLDER = Path(__file__).parent / "models"
 # name -> (columns, least, most); columns 0: one number a head
 _COLUMNS = {
     "weights": (N_WEIGHTS, 0.0, 1.001),
-    "profile": (len(KNOT_TOKENS), -100.0, 100.0),
+    "recency": (0, -10.0, 10.0),
     "beta_correlation": (0, -1.0, 1.0),
     "wildness": (0, 0.0, 3.0),
-    "tilt": (0, -2.0, 2.0),
 }
 _DIGITS = 4
 
@@ -83,7 +82,6 @@ class FittedLocality:
             "model": self.model,
             "contexts": list(self.contexts),
             "time_scales": list(TIME_SCALES),
-            "knot_tokens": list(KNOT_TOKENS),
             "provenance": dict(self.provenance),
             "processes": {str(size): _plain(process) for size, process in sorted(self.processes.items())},
         }
@@ -123,6 +121,7 @@ def _plain(process: ScoreProcess) -> dict[str, Any]:
         "n_kv_heads": process.n_kv_heads,
         "shared_by_all": round(process.shared_by_all, _DIGITS),
         "shared_by_layer": round(process.shared_by_layer, _DIGITS),
+        "flatness": round(process.flatness, _DIGITS),
         **{name: np.round(getattr(process, name).astype(np.float64), _DIGITS).tolist() for name in _COLUMNS},
     }
 
@@ -132,9 +131,8 @@ def _parsed(data: Any) -> FittedLocality:
         raise ConfigError('its "kind" is not "locality"')
     if data["schema_version"] != SCHEMA_VERSION:
         raise ConfigError(f"schema_version={data['schema_version']!r}, known here: {SCHEMA_VERSION}")
-    for name, own in (("time_scales", TIME_SCALES), ("knot_tokens", KNOT_TOKENS)):
-        if tuple(data[name]) != own:
-            raise ConfigError(f"{name}={data[name]!r} differ from {list(own)}; fit it again")
+    if tuple(data["time_scales"]) != TIME_SCALES:
+        raise ConfigError(f"time_scales={data['time_scales']!r} differ from {list(TIME_SCALES)}; fit it again")
     low, high = (int(_number(f"contexts[{i}]", data["contexts"][i], 1, 2**40)) for i in range(2))
     processes = {int(size): _process(size, raw) for size, raw in data["processes"].items()}
     if not processes:
@@ -159,10 +157,11 @@ def _process(size: str, raw: Mapping[str, Any]) -> ScoreProcess:
     if not np.all(np.abs(total - 1.0) < 0.01):
         raise ConfigError(f"block size {size}: the weights of a head must add up to 1")
     columns["weights"] = columns["weights"] / total
+    flatness = _number("flatness", raw["flatness"], 1e-3, 100.0)
     by_all, by_layer = (_number(name, raw[name], 0.0, 1.0) for name in ("shared_by_all", "shared_by_layer"))
     if by_all + by_layer > 1.0:
         raise ConfigError(f"block size {size}: shared_by_all + shared_by_layer exceed 1")
-    return ScoreProcess(layers, heads, **columns, shared_by_all=by_all, shared_by_layer=by_layer)
+    return ScoreProcess(layers, heads, **columns, shared_by_all=by_all, shared_by_layer=by_layer, flatness=flatness)
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:

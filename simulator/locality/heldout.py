@@ -164,7 +164,7 @@ def _comparison(setting: Setting, real: list[_Outcome], drawn: list[list[_Outcom
         bytes_error=_ratio(drawn_bytes, n_bytes),
         wasserstein=float(wasserstein_distance(misses, drawn_misses)),
         kolmogorov_smirnov=float(distance),
-        layer_misses_error=_ratio(np.abs(drawn_layers - layers).mean() + layers.mean(), layers.mean()),
+        layer_misses_error=float(np.abs(drawn_layers - layers).mean() / layers.mean()) if layers.any() else None,
         sequence_errors=[_ratio(a, b) for a, b in zip(drawn_means, means, strict=True)],
         captured_spread=float(means.std(ddof=1) / means.mean()) if len(means) > 1 and means.mean() else 0.0,
     )
@@ -178,7 +178,9 @@ def _figures(outcomes: list[_Outcome]) -> dict[str, float]:
         "gamma_macro": float(np.mean([o.gamma.mean() for o in outcomes])),
         "misses_std": float(_values(outcomes).std()),
         "step_misses_std": float(np.mean([o.misses.sum(axis=(1, 2)).std() for o in outcomes])),
-        **{f"layer_step_{name}": float(np.quantile(layers, q)) for name, q in _QUANTILES.items()},
+        **{
+            f"layer_step_{name}": float(np.quantile(layers, q, method="inverted_cdf")) for name, q in _QUANTILES.items()
+        },
     }
 
 

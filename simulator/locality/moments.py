@@ -14,16 +14,15 @@ from functools import cache
 import numpy as np
 from scipy.stats import norm
 
-from nosa_sys.simulator.locality.process import KNOT_TOKENS
+from nosa_sys.simulator.locality.process import remoteness
 from nosa_sys.sparse_config import SparseConfig
 
 LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # steps
-DEPTH_TOKENS = (256, 512, 1024, 1536)  # the top blocks whose stay is looked at; those beyond half of all are left out
+DEPTH_TOKENS = (256, 512, 1024, 1536)  # the top blocks whose stay is looked at, at most half of all
 SLOPE_LAGS = 4  # the first lags, at which deep and shallow tops are compared
 MIN_BLOCKS = 16  # free blocks that a sequence must have
 MIN_STEPS = 2 * LAGS[-1]
 _CORRELATIONS = np.linspace(0.0, 0.9995, 400)
-_PROFILE_STIFFNESS = 0.3
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,10 @@ class Moments:
 
     ``correlation`` ``[head, lag]``: that of normal variables whose top blocks would stay as long as these did, mean
     over depths; ``slope`` ``[head]``: the same, deepest less shallowest depth. ``turmoil`` ``[head]``: variance over
-    steps of the log of how far scores moved in one step; ``turmoil_layers`` and ``turmoil_all``: that of its mean over
-    the heads of a layer, and over all. ``beta_correlation`` ``[head]``: of betas with mean scores. ``profile``
-    ``[head, knot]``: mean normal score by distance; ``spread`` ``[head]``: its variance over blocks.
+    steps of the changes among the top blocks, relative to their mean; ``turmoil_layers`` and ``turmoil_all``: that of
+    the mean over the heads of a layer, and over all. ``beta_correlation`` ``[head]``: of betas with mean scores.
+    ``recency`` ``[head]``: slope of the mean normal score over remoteness; ``spread`` ``[head]``: the variance
+    over blocks that it makes.
     """
 
     correlation: np.ndarray
@@ -43,7 +43,7 @@ class Moments:
     turmoil_layers: np.ndarray
     turmoil_all: np.ndarray
     beta_correlation: np.ndarray
-    profile: np.ndarray
+    recency: np.ndarray
     spread: np.ndarray
 
 
@@ -65,22 +65,23 @@ def moments_of(
     levels = (levels / levels.std()).astype(np.float32)
     rank = _ranks(scores[:, :, blocks])
     normal = levels[rank]
-    moved = np.log(np.maximum(1e-6, np.square(np.diff(normal, axis=0)).mean(axis=2)))
     standing = normal.mean(axis=0)
     current = int(position[len(position) // 2]) // sparse.block_size
-    distance = np.log2((current - blocks) * sparse.block_size)
-    profile = _profile(distance, standing)
-    shaped = np.stack([np.interp(distance, np.log2(KNOT_TOKENS), row) for row in profile])
-    lasting = _lasting(rank, sparse.block_size)
+    far = remoteness((current - blocks) * sparse.block_size)
+    far -= far.mean()
+    recency = (standing * far).mean(axis=1) / far.var()
+    tops = [rank < depth for depth in _depths(len(blocks), sparse.block_size)]
+    lasting = np.stack([_lasting(top) for top in tops])
+    changes = np.mean([_relative(_changes(top)) for top in tops], axis=0)
     return Moments(
         correlation=lasting.mean(axis=0),
         slope=(lasting[-1] - lasting[0])[:, :SLOPE_LAGS].mean(axis=1),
-        turmoil=moved.var(axis=0),
-        turmoil_layers=moved.reshape(len(moved), -1, n_kv_heads).mean(axis=2).var(axis=0).mean(),
-        turmoil_all=moved.mean(axis=1).var(),
+        turmoil=changes.var(axis=0),
+        turmoil_layers=changes.reshape(len(changes), -1, n_kv_heads).mean(axis=2).var(axis=0).mean(),
+        turmoil_all=changes.mean(axis=1).var(),
         beta_correlation=(standing * levels[_ranks(betas[:, blocks])]).mean(axis=1),
-        profile=profile,
-        spread=shaped.var(axis=1),
+        recency=recency,
+        spread=recency**2 * far.var(),
     )
 
 
@@ -97,17 +98,25 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return rank
 
 
-def _lasting(rank: np.ndarray, block_size: int) -> np.ndarray:
-    """Correlation ``[depth, head, lag]`` that explains how many of the top blocks are still there after each lag."""
-    n_steps, _, n_blocks = rank.shape
-    found: list[np.ndarray] = []
-    for depth in (max(1, tokens // block_size) for tokens in DEPTH_TOKENS):
-        if found and 2 * depth > n_blocks:
-            break
-        top = rank < depth
-        stay = [(top[lag:] & top[: n_steps - lag]).sum(axis=2).mean(axis=0) / depth for lag in LAGS]
-        found.append(np.interp(np.stack(stay, axis=1), _overlap_table(depth / n_blocks), _CORRELATIONS))
-    return np.stack(found)
+def _depths(n_blocks: int, block_size: int) -> list[int]:
+    return sorted({max(1, min(tokens // block_size, n_blocks // 2)) for tokens in DEPTH_TOKENS})
+
+
+def _lasting(top: np.ndarray) -> np.ndarray:
+    """Correlation ``[head, lag]`` that explains how many of the ``top`` blocks are still there after each lag."""
+    n_steps, _, n_blocks = top.shape
+    depth = int(top[0, 0].sum())
+    stay = [(top[lag:] & top[: n_steps - lag]).sum(axis=2).mean(axis=0) / depth for lag in LAGS]
+    return np.interp(np.stack(stay, axis=1), _overlap_table(depth / n_blocks), _CORRELATIONS)
+
+
+def _changes(top: np.ndarray) -> np.ndarray:
+    """Blocks ``[step, head]`` that came into the ``top`` at each step but the first."""
+    return (top[1:] & ~top[:-1]).sum(axis=2)
+
+
+def _relative(changes: np.ndarray) -> np.ndarray:
+    return changes / np.maximum(1e-6, changes.mean(axis=0))
 
 
 @cache
@@ -118,13 +127,3 @@ def _overlap_table(share: float) -> np.ndarray:
     rho = _CORRELATIONS[:, None]
     both = norm.sf((edge - rho * x) / np.sqrt(1.0 - rho**2)) * norm.pdf(x)
     return np.trapezoid(both, x, axis=1) / share
-
-
-def _profile(distance: np.ndarray, standing: np.ndarray) -> np.ndarray:
-    """Values ``[head, knot]`` of a piecewise linear function of log2 distance: least squares, drawn to flatness."""
-    knots = np.log2(KNOT_TOKENS)
-    hats = np.stack([np.interp(distance, knots, row) for row in np.eye(len(knots))], axis=1)
-    steps = _PROFILE_STIFFNESS * np.sqrt(len(distance)) * np.diff(np.eye(len(knots)), axis=0)
-    left = np.concatenate([hats, steps])
-    right = np.concatenate([standing.T, np.zeros((len(steps), len(standing)))])
-    return np.linalg.lstsq(left, right, rcond=None)[0].T

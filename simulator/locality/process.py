@@ -2,15 +2,16 @@
 
 The pooled score of block b at step t, seen by one head, is (on a scale of which only the order counts)
 
-    profile(distance of b to the current block) + sqrt(w_S) z
-        + v(t) r sqrt(w_0) white(t) + sum over time scales j of sqrt(w_j) u_j(t)
+    recency remoteness(distance of b to the current block) + sqrt(w_S + w_L) tanh(flatness y(t)) / spread
+        + v(t) sqrt(w_0) white(t) + sum over the shorter time scales j of sqrt(w_j) u_j(t)
 
-``z`` is constant, ``white`` fresh noise, ``u_j`` an AR(1) process of unit variance that forgets within
-TIME_SCALES[j] steps; the weights of a head add up to 1. Some steps are wilder than others: ``v = exp(s n - s^2)``
-scales the fresh noise and what enters the fastest ``u_j``, with n normal and partly shared by all heads and by those
-of a layer, since one token drives them all. ``r = exp(tilt y - tilt^2)`` likewise makes popular blocks fluctuate more,
-or less, with y the sum of the constant part and the slowest u at the first step, scaled to unit variance. A block's
-beta is normal, constant, and correlated with y. Blocks are independent of each other.
+``white`` is fresh noise, ``u_j`` an AR(1) process of unit variance that forgets within TIME_SCALES[j] steps, ``y`` the
+standing of the block: a constant and the slowest AR(1) process in the ratio of w_S and w_L, scaled to unit variance.
+The weights of a head add up to 1. tanh (``spread`` is its standard deviation) keeps the most popular blocks closer to
+each other than normal variables would be, so that few of them are picked all the time. Some steps are wilder than
+others: ``v = exp(s n - s^2)`` scales the fresh noise and what enters the fastest ``u_j``, with n normal and partly
+shared by all heads and by those of a layer, since one token drives them all. A block's beta is normal, constant, and
+correlated with y at the first step. Blocks are independent of each other.
 """
 
 from __future__ import annotations
@@ -21,28 +22,49 @@ import numpy as np
 
 TIME_SCALES = (2.0, 12.0, 60.0, 300.0)  # steps
 WILD_SCALES = 1  # of these, from the fastest on, take part in the wildness of a step
+_SLOWEST = len(TIME_SCALES) - 1
+_UNIT_TOKENS = 64
+_ROOT_TOKENS = 8192  # where remoteness turns from a root into a logarithm: the longest context that was looked at
 N_WEIGHTS = len(TIME_SCALES) + 2  # fresh noise, one a time scale, constant
-KNOT_TOKENS = (512, 1024, 2048, 4096, 8192)  # distances of the profile's knots: linear in log2 between, flat beyond
+
+
+def remoteness(distance_tokens: np.ndarray) -> np.ndarray:
+    """Square root of the distance in units of 64 tokens, up to 8192 tokens; from there on the logarithm of equal slope.
+
+    The root is what mean scores of captures of 4K to 8K tokens follow; how they go on is an assumption.
+
+    >>> remoteness(np.array([0, 64, 4096, 8192])).round(3).tolist()
+    [0.0, 1.0, 8.0, 11.314]
+    """
+    edge = np.sqrt(_ROOT_TOKENS / _UNIT_TOKENS)
+    beyond = np.log(np.maximum(1.0, distance_tokens / _ROOT_TOKENS))
+    return np.sqrt(np.minimum(distance_tokens, _ROOT_TOKENS) / _UNIT_TOKENS) + edge / 2.0 * beyond
+
+
+def spread_of(flatness: float) -> float:
+    """Standard deviation of tanh(flatness x) for a standard normal x."""
+    x, weight = np.polynomial.hermite_e.hermegauss(101)
+    return float(np.sqrt(np.sum(weight * np.tanh(flatness * x) ** 2) / np.sum(weight)))
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreProcess:
     """Parameters of every head, ``[head]`` first (head = layer * KV heads + KV head).
 
-    ``weights`` ``[head, N_WEIGHTS]`` in the order of the module's formula (fresh, time scales, constant); ``profile``
-    ``[head, knot]``; ``beta_correlation`` ``[head]`` with y; ``wildness`` ``[head]`` is s; ``tilt`` ``[head]``;
-    ``shared_by_all`` and ``shared_by_layer`` are shares of the variance of n.
+    ``weights`` ``[head, N_WEIGHTS]`` in the order of the module's formula (fresh, time scales, constant); ``recency``
+    ``[head]``, a unit of remoteness; ``beta_correlation`` ``[head]`` with y; ``wildness`` ``[head]`` is s;
+    ``shared_by_all`` and ``shared_by_layer`` are shares of the variance of n. ``flatness`` serves all heads.
     """
 
     n_layers: int
     n_kv_heads: int
     weights: np.ndarray
-    profile: np.ndarray
+    recency: np.ndarray
     beta_correlation: np.ndarray
     wildness: np.ndarray
-    tilt: np.ndarray
     shared_by_all: float
     shared_by_layer: float
+    flatness: float
 
     @property
     def n_heads(self) -> int:
@@ -60,12 +82,12 @@ class ScoreProcess:
             len(layers),
             len(kv_heads),
             self.weights[head],
-            self.profile[head],
+            self.recency[head],
             self.beta_correlation[head],
             self.wildness[head],
-            self.tilt[head],
             self.shared_by_all,
             self.shared_by_layer,
+            self.flatness,
         )
 
 
@@ -79,45 +101,46 @@ class ScoreStream:
         self._process, self._rng = process, rng
         self._shape = (process.n_heads, n_blocks)
         weight = np.sqrt(process.weights).astype(np.float32)[:, :, None]
-        constant = weight[:, -1] * self._normal()
+        standing = np.maximum(np.sqrt(process.standing_weight), 1e-6).astype(np.float32)[:, None]
+        self._constant = weight[:, -1] / standing * self._normal()
         # each component carries its weight, so that a step only adds them up
-        used = [j for j in range(len(TIME_SCALES)) if process.weights[:, j + 1].any()]
-        self._components = [weight[:, j + 1] * self._normal() for j in used]
-        slowest = self._components[-1] if used[-1:] == [len(TIME_SCALES) - 1] else np.float32(0.0)
-        spread = np.sqrt(process.standing_weight).astype(np.float32)[:, None]
-        standing = (constant + slowest) / np.maximum(spread, np.float32(1e-6))
+        self._used = [j for j in range(len(TIME_SCALES)) if process.weights[:, j + 1].any()]
+        share = [weight[:, j + 1] / (standing if j == _SLOWEST else np.float32(1.0)) for j in self._used]
+        self._components = [part * self._normal() for part in share]
+        self._kept = [np.float32(np.exp(-1.0 / TIME_SCALES[j])) for j in self._used]
+        self._entering = [part * np.sqrt(1.0 - kept**2) for part, kept in zip(share, self._kept, strict=True)]
+        self._fresh = weight[:, 0]
+        self._flatness = np.float32(process.flatness)
+        self._scale = standing / np.float32(spread_of(process.flatness))
         correlation = process.beta_correlation[:, None].astype(np.float32)
-        self.betas = correlation * standing + np.sqrt(1.0 - correlation**2) * self._normal()
-        tilt = process.tilt[:, None].astype(np.float32)
-        restless = np.exp(tilt * standing - tilt**2)
-        self._constant, self._fresh = constant, weight[:, 0] * restless
-        self._kept = [np.float32(np.exp(-1.0 / TIME_SCALES[j])) for j in used]
-        self._entering = [
-            weight[:, j + 1] * np.sqrt(1.0 - kept**2) * (restless if j < WILD_SCALES else np.float32(1.0))
-            for j, kept in zip(used, self._kept, strict=True)
-        ]
-        self._wild = [j < WILD_SCALES for j in used]
-        distance = np.log2(np.maximum(1, np.arange(n_blocks)) * block_size)
-        knots = np.log2(KNOT_TOKENS)
-        self._profile = np.stack([np.interp(distance, knots, row) for row in process.profile]).astype(np.float32)
+        self.betas = correlation * self._standing() + np.sqrt(1.0 - correlation**2) * self._normal()
+        far = remoteness(np.arange(n_blocks) * block_size)
+        self._recency = (process.recency[:, None] * far).astype(np.float32)
 
     def next_step(self, n_blocks: int) -> np.ndarray:
         """Scores float32 ``[head, n_blocks]`` of the next step, whose current block is the last of ``n_blocks``."""
         wild = self._wildness()
         total = self._normal()
         total *= self._fresh * wild
-        total += self._constant
-        for component, kept, entering, is_wild in zip(
-            self._components, self._kept, self._entering, self._wild, strict=True
-        ):
+        for j, component, kept, entering in zip(self._used, self._components, self._kept, self._entering, strict=True):
             noise = self._normal()
-            noise *= entering * wild if is_wild else entering
+            noise *= entering * wild if j < WILD_SCALES else entering
             component *= kept
             component += noise
-            total += component
+            if j != _SLOWEST:
+                total += component
+        standing = self._standing()
+        standing *= self._flatness
+        np.tanh(standing, out=standing)
+        standing *= self._scale
+        total += standing
         scores = total[:, :n_blocks]
-        scores += self._profile[:, :n_blocks][:, ::-1]
+        scores += self._recency[:, :n_blocks][:, ::-1]
         return scores
+
+    def _standing(self) -> np.ndarray:
+        """y: of unit variance, a new array."""
+        return self._constant + self._components[-1] if self._used[-1:] == [_SLOWEST] else self._constant.copy()
 
     def _wildness(self) -> np.ndarray:
         p = self._process
