@@ -44,7 +44,7 @@ def main() -> None:
     if not trace.has("scores"):
         raise ConfigError(f"trace {given.trace} carries no scores; capture it with --scores")
     recipe = parse_recipe(recipe_of(trace, given.configurations))
-    load, begin = os.getloadavg()[0], time.perf_counter()
+    load, begin, processor = os.getloadavg()[0], time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as out:
         summary = sweep(recipe, out, workers=given.workers).summary
     seconds = time.perf_counter() - begin
@@ -60,6 +60,8 @@ def main() -> None:
         "prompt_tokens": [s.prompt_tokens for s in trace.meta.sequences],
         "workers": given.workers,
         "seconds": round(seconds, 2),
+        # of this process: with one worker all there is
+        "processor_seconds": round(time.process_time() - processor, 2) if given.workers == 1 else None,
         "configurations_a_minute": round(60 * priced / seconds, 1),
         "load_before": round(load, 2),
     }
