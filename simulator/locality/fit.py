@@ -25,10 +25,7 @@ from nosa_sys.sparse_config import SparseConfig
 
 N_ROUNDS = 14
 _FULL_ROUNDS = 4  # rounds that correct by the whole difference; later ones by less and less, as draws are noisy
-_FIRST_FLATNESS = 0.7
 _FIRST_WILDNESS = 0.4
-_FLATNESS_GAIN = 10.0
-_FLATNESS_LIMITS = (0.1, 3.0)
 _FIRST_LAG = 3.0  # weight of the lag of one step, which decides misses at slots = k
 _LIMITS = {"wildness": (0.0, 1.5), "beta_correlation": (-1.0, 1.0), "correlation": (0.0, 1.0)}
 
@@ -38,7 +35,6 @@ class _Aim:
     """What the parameters are solved from; starts at the captured moments and is corrected by what draws show."""
 
     correlation: np.ndarray
-    flatness: float
     wildness: np.ndarray
     beta_correlation: np.ndarray
     recency: np.ndarray
@@ -63,7 +59,6 @@ def fit_process(
     wanted = mean_moments([moments_of(c.position, c.scores, c.betas, c.sparse, c.n_kv_heads) for c in captures])
     aim = _Aim(
         correlation=wanted.correlation,
-        flatness=_FIRST_FLATNESS,
         wildness=np.full(len(wanted.turmoil), _FIRST_WILDNESS),
         beta_correlation=wanted.beta_correlation,
         recency=wanted.recency / np.sqrt(_rest(wanted)),
@@ -116,11 +111,9 @@ def _corrected(aim: _Aim, wanted: Moments, found: Moments, gain: float) -> _Aim:
     by_all = min(by_all, 0.9)
     missing = (wanted.turmoil_layers - wanted.turmoil_all) - (found.turmoil_layers - found.turmoil_all)
     by_layer = aim.shared_by_layer + gain * float(missing / wanted.turmoil.mean())
-    slope = np.mean(wanted.slope - found.slope)
     return dataclasses.replace(
         aim,
         correlation=towards("correlation", wanted.correlation - found.correlation),
-        flatness=float(np.clip(aim.flatness + gain * _FLATNESS_GAIN * slope, *_FLATNESS_LIMITS)),
         wildness=towards("wildness", np.sqrt(wanted.turmoil) - np.sqrt(found.turmoil)),
         beta_correlation=towards("beta_correlation", wanted.beta_correlation - found.beta_correlation),
         recency=aim.recency + gain * (wanted.recency - found.recency) / np.sqrt(_rest(wanted)),
@@ -154,5 +147,4 @@ def _solve(aim: _Aim, wanted: Moments, n_layers: int, n_kv_heads: int) -> ScoreP
         aim.wildness,
         aim.shared_by_all,
         aim.shared_by_layer,
-        aim.flatness,
     )

@@ -121,7 +121,6 @@ def _plain(process: ScoreProcess) -> dict[str, Any]:
         "n_kv_heads": process.n_kv_heads,
         "shared_by_all": round(process.shared_by_all, _DIGITS),
         "shared_by_layer": round(process.shared_by_layer, _DIGITS),
-        "flatness": round(process.flatness, _DIGITS),
         **{name: np.round(getattr(process, name).astype(np.float64), _DIGITS).tolist() for name in _COLUMNS},
     }
 
@@ -157,11 +156,10 @@ def _process(size: str, raw: Mapping[str, Any]) -> ScoreProcess:
     if not np.all(np.abs(total - 1.0) < 0.01):
         raise ConfigError(f"block size {size}: the weights of a head must add up to 1")
     columns["weights"] = columns["weights"] / total
-    flatness = _number("flatness", raw["flatness"], 1e-3, 100.0)
     by_all, by_layer = (_number(name, raw[name], 0.0, 1.0) for name in ("shared_by_all", "shared_by_layer"))
     if by_all + by_layer > 1.0:
         raise ConfigError(f"block size {size}: shared_by_all + shared_by_layer exceed 1")
-    return ScoreProcess(layers, heads, **columns, shared_by_all=by_all, shared_by_layer=by_layer, flatness=flatness)
+    return ScoreProcess(layers, heads, **columns, shared_by_all=by_all, shared_by_layer=by_layer)
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:

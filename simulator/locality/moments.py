@@ -19,7 +19,6 @@ from nosa_sys.sparse_config import SparseConfig
 
 LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # steps
 DEPTH_TOKENS = (256, 512, 1024, 1536)  # the top blocks whose stay is looked at, at most half of all
-SLOPE_LAGS = 4  # the first lags, at which deep and shallow tops are compared
 MIN_BLOCKS = 16  # free blocks that a sequence must have
 MIN_STEPS = 2 * LAGS[-1]
 _CORRELATIONS = np.linspace(0.0, 0.9995, 400)
@@ -30,7 +29,7 @@ class Moments:
     """Of one sequence, or means over several.
 
     ``correlation`` ``[head, lag]``: that of normal variables whose top blocks would stay as long as these did, mean
-    over depths; ``slope`` ``[head]``: the same, deepest less shallowest depth. ``turmoil`` ``[head]``: variance over
+    over depths. ``turmoil`` ``[head]``: variance over
     steps of the changes among the top blocks, relative to their mean; ``turmoil_layers`` and ``turmoil_all``: that of
     the mean over the heads of a layer, and over all. ``beta_correlation`` ``[head]``: of betas with mean scores.
     ``recency`` ``[head]``: slope of the mean normal score over remoteness; ``spread`` ``[head]``: the variance
@@ -38,7 +37,6 @@ class Moments:
     """
 
     correlation: np.ndarray
-    slope: np.ndarray
     turmoil: np.ndarray
     turmoil_layers: np.ndarray
     turmoil_all: np.ndarray
@@ -75,7 +73,6 @@ def moments_of(
     changes = np.mean([_relative(_changes(top)) for top in tops], axis=0)
     return Moments(
         correlation=lasting.mean(axis=0),
-        slope=(lasting[-1] - lasting[0])[:, :SLOPE_LAGS].mean(axis=1),
         turmoil=changes.var(axis=0),
         turmoil_layers=changes.reshape(len(changes), -1, n_kv_heads).mean(axis=2).var(axis=0).mean(),
         turmoil_all=changes.mean(axis=1).var(),

@@ -15,7 +15,7 @@ SPARSE = SparseConfig(topk=32, init_blocks=1, window_size=512, select_blocks=8)
 
 @pytest.fixture
 def make_process():
-    """Every head alike but for what is given; heads = n_layers x n_kv_heads. Flatness 0.01 is next to none."""
+    """Every head alike but for what is given; heads = n_layers x n_kv_heads."""
 
     def build(
         n_layers=2,
@@ -26,7 +26,6 @@ def make_process():
         wildness=0.0,
         by_all=0.0,
         by_layer=0.0,
-        flatness=0.01,
     ):
         n = n_layers * n_kv_heads
         return ScoreProcess(
@@ -38,7 +37,6 @@ def make_process():
             np.full(n, float(wildness)),
             by_all,
             by_layer,
-            flatness,
         )
 
     return build

@@ -22,7 +22,7 @@ from nosa_sys.sparse_config import SparseConfig
 
 @pytest.fixture
 def model(make_process):
-    process = make_process(recency=-0.4, beta=0.25, wildness=0.5, by_all=0.3, flatness=1.5)
+    process = make_process(recency=-0.4, beta=0.25, wildness=0.5, by_all=0.3)
     return FittedLocality("small", "tiny", (4096, 8192), {64: process, 32: make_process()}, {"documents": ["a"]})
 
 
@@ -37,7 +37,6 @@ def test_a_file_comes_back_as_written(model, tmp_path):
         {"documents": ["a"]},
     )
     assert sorted(back.processes) == [32, 64]
-    assert back.processes[64].flatness == 1.5
     for name in ("weights", "recency", "beta_correlation", "wildness"):
         assert np.allclose(getattr(back.processes[64], name), getattr(model.processes[64], name), atol=1e-4)
     assert back.to_json() == model.to_json()
@@ -59,7 +58,6 @@ def test_a_file_comes_back_as_written(model, tmp_path):
         (("processes", "64", "n_layers"), 10**9, "n_layers"),
         (("processes", "64", "shared_by_all"), 1.5, "shared_by_all"),
         (("processes", "64", "shared_by_layer"), 0.8, "exceed 1"),
-        (("processes", "64", "flatness"), 0.0, "flatness"),
     ],
 )
 def test_broken_files_are_refused_by_what_is_wrong(model, tmp_path, keys, value, text):
