@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +69,7 @@ def run(traces: list[Path], n_fit: int, directory: Path, say: Callable[[str], No
         "steps": STEPS,
         "draws": DRAWS,
         "model_bytes": len(text),
-        "sweep": _sweep_rate(directory),
+        "sweep": _sweep_rate(directory / "model.json"),
         "rows": rows,
     }
     (directory / "summary.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -99,37 +100,28 @@ def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     pq.write_table(pa.Table.from_pylist(flat), path)
 
 
-def _sweep_rate(directory: Path) -> dict[str, Any]:
+def _sweep_rate(model: Path) -> dict[str, Any]:
     """Configurations a minute of a sweep in which each selects anew: 32 layers, 256 steps, one worker."""
-    recipe = {
-        "name": "locality-rate",
-        "base": {
-            "synthetic": {
-                "model_shape": "nosa-8b",
-                "context": 16384,
-                "steps": 256,
-                "distinct_sequences": 1,
-                "locality": f"fitted:{directory / 'model.json'}",
-            }
-        },
-        "hardware": "h200",
-        "axes": {"topk": [48, 64, 80, 96], "select_blocks": [8, 12, 16, 20, 24], "slots": ["1.25x"]},
-    }
-    plan = parse_recipe(recipe)
+    synthetic = {"model_shape": "nosa-8b", "context": 16384, "steps": 256, "distinct_sequences": 1}
+    plan = parse_recipe(
+        {
+            "name": "locality-rate",
+            "base": {"synthetic": synthetic | {"locality": f"fitted:{model}"}},
+            "hardware": "ideal",
+            "h2d_gbps": 50.0,
+            "axes": {"topk": [48, 64, 80, 96], "select_blocks": [8, 12, 16, 20, 24], "slots": ["1.25x"]},
+        }
+    )
     wall, cpu = time.perf_counter(), time.process_time()
-    sweep(plan, directory / "sweep", workers=1)
+    with tempfile.TemporaryDirectory() as folder:
+        sweep(plan, Path(folder) / "sweep", workers=1)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    for path in sorted((directory / "sweep").iterdir()):
-        path.unlink()
-    (directory / "sweep").rmdir()
-    n = plan.n_configurations
     return {
-        "n_configurations": n,
-        "layers": 32,
-        "steps": 256,
+        "n_configurations": plan.n_configurations,
         "workers": 1,
-        "per_minute_by_wall_clock": 60.0 * n / wall,
-        "per_minute_by_cpu_time": 60.0 * n / cpu,
+        **{key: synthetic[key] for key in ("model_shape", "context", "steps", "distinct_sequences")},
+        "per_minute_by_wall_clock": 60.0 * plan.n_configurations / wall,
+        "per_minute_by_cpu_time": 60.0 * plan.n_configurations / cpu,
     }
 
 

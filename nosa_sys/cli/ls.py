@@ -30,6 +30,7 @@ def command(
     """
     from nosa_sys.simulator.hardware import known_profiles
     from nosa_sys.simulator.link import OWN_LINK, known_links
+    from nosa_sys.simulator.locality.registry import locality_names
 
     asked = roots or [Path("out")]
     for root in asked:
@@ -41,6 +42,7 @@ def command(
         "links": [OWN_LINK, *known_links()],
         "model_shapes": list(PRESETS),
         "methods": list(METHODS),
+        "locality": locality_names(),
     }
     console = out.human(json)
     console.print(
