@@ -167,10 +167,11 @@ class ReplayCheck:
         figures = compare(result.selections, recorded)
         if setting.slot_ratio == 1.0:
             for layer in by_layer(result.selections, recorded):
-                about = {"base": base.label, "setting": setting.label}
-                _append(self.directory / LAYERS_FILE, _LAYER_COLUMNS, about | layer)
+                names = {"base": base.label, "setting": setting.label}
+                _append(self.directory / LAYERS_FILE, _LAYER_COLUMNS, names | layer)
         passed = figures["gamma_holds"] and figures["misses_hold"]
-        return {**figures, "result": "pass" if passed else "fail", "error": "", "replay_s": round(seconds, 2)}
+        about = {"error": "", "replay_s": round(seconds, 2), "live_revision": live.meta.git_revision}
+        return {**figures, "result": "pass" if passed else "fail", **about}
 
 
 _FIGURES = (
@@ -181,7 +182,7 @@ _FIGURES = (
 )
 _COLUMNS = (
     *("base", "setting", "method", "topk", "block_size", "init_blocks", "window_size", "select_blocks", "slots"),
-    *("policy", "steps", "n_rows", *_FIGURES, "result", "error", "replay_s"),
+    *("policy", "steps", "n_rows", *_FIGURES, "result", "error", "replay_s", "live_revision"),
 )
 _LAYER_COLUMNS = ("base", "setting", "layer", "n_rows", *_FIGURES)
 
@@ -215,6 +216,7 @@ def report(check: ReplayCheck, source: Trace) -> str:
     """The rows so far as a Markdown table under what they were made from; ``source`` is any of the captures."""
     meta = source.meta
     prompt, forced = meta.sequences[0].prompt_sha256, meta.forced_tokens["sha256"]
+    found = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
         "# Replays against live captures of the same forced tokens",
         "",
@@ -223,7 +225,7 @@ def report(check: ReplayCheck, source: Trace) -> str:
         f"{check.steps} tokens that follow forced ({forced}). Nothing is drawn (seed {meta.seed}). Live figures are "
         "measured, replayed ones projected. Cold rows are left out.",
         "",
-        f"Revision {git_revision()}; {', '.join(f'{name} {version}' for name, version in versions().items())}.",
+        f"Compared at revision {git_revision()} (of each capture: live_revision in {ROWS_FILE}); {found}.",
         "",
         f"Pass: gamma (macro and block-weighted mean) within {GAMMA_BOUND}, misses a head and step within "
         f"{MISSES_BOUND:.0%}. s.e.: standard error of the difference over 8 batches of steps. Same blocks: share of a "
