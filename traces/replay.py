@@ -28,7 +28,7 @@ UNCHANGED_QUERIES = (
 
 OTHER_BIAS = (
     "attention of {captured} {has} beta and that of {replayed} {lacks}, so all later hidden states are others: capture "
-    "{replayed} itself for figures to rely on (docs/simulator.md, replays against live captures)"
+    "{replayed} itself for figures to rely on (docs/replay.md)"
 )
 
 
