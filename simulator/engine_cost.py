@@ -52,7 +52,7 @@ def select_features(
     shape: ModelShape, sparse: SparseConfig, method: str, slots: int, n_rows: np.ndarray, context_tokens: np.ndarray
 ) -> Floats:
     """Sizes of a layer's selection [step, 5]: whether blocks are scored, (row, KV head) pairs, blocks of one row,
-    thousands of comparisons of slots with slots, megabytes.
+    thousands of comparisons of selected blocks with slots, megabytes.
 
     The slot plan compares every selected block with every slot, both filled up to a power of two. Megabytes: key means
     and beta means read, logits written and read; what a method does not use it does not read.
@@ -64,10 +64,15 @@ def select_features(
     per_window = shape.n_kv_heads * KEY_MEAN_BYTES * (shape.head_dim * scores + variant.uses_beta)
     per_window += shape.n_q_heads * _LOGIT_BYTES * scores
     blocks = context_tokens / sparse.block_size / np.maximum(n_rows, 1)
-    compared = float(1 << max(0, slots - 1).bit_length()) ** 2 / 1e3
+    compared = float(_filled_up(sparse.topk) * _filled_up(slots)) / 1e3
     ones = np.ones_like(n_rows)
     sizes = [ones * scores, n_rows * shape.n_kv_heads, blocks, ones * compared, windows * per_window / MB]
     return np.stack(sizes, axis=-1)
+
+
+def _filled_up(n: int) -> int:
+    """Smallest power of two >= n."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def attention_features(attended_blocks: np.ndarray, block_bytes: int, block_size: int) -> Floats:

@@ -85,7 +85,7 @@ class EngineTerms:
     duplex_factor: float
     beside_compute_factor: float
     compute_beside_copy_factor: float
-    attention_places: float = 264.0
+    attention_places: float
     matrices: tuple[MatrixTimes, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -149,6 +149,9 @@ def read_engine_terms(directory: Path) -> EngineTerms | None:
     if not isinstance(data, dict) or set(data) != {"terms", "matrices"}:
         raise HardwareError(f"{path} must hold exactly the keys terms and matrices")
     values = _terms(data["terms"], path)
+    places = values["attention_places"][0]
+    if places < 1:
+        raise HardwareError(f"{path}: attention_places={places:g} must be >= 1")
     terms = EngineTerms(
         **{name: value for name, (value, _) in values.items()},
         matrices=tuple(_matrix(entry, path) for entry in _listed(data["matrices"], path)),

@@ -42,8 +42,6 @@ REST = ("rest_fixed_us", "rest_matrix_scale", "rest_us_per_mb")
 FRAME = ("step_fixed_us", "step_head_scale", "step_us_per_mb")
 FIXED = ("append_us", "attention_fixed_us", "dense_attention_fixed_us", "merge_fixed_us")
 COLUMNS = (*FIXED, *SELECT, *ATTENTION, CTAS, *REST, *FRAME)
-# A phase is short and carries the error of two clock marks; a whole step is what a prediction is held to.
-_PHASE_WEIGHT, _STEP_WEIGHT = 0.3, 1.0
 _LEAST_US = 0.1
 # CTAs of attention that run at once: two on each of the 132 SMs of an H200.
 ATTENTION_PLACES = 264
@@ -58,7 +56,6 @@ class Observation:
     run: int
     what: str
     us: float
-    weight: float
     sizes: Sizes
 
 
@@ -70,9 +67,9 @@ def observations(
     for index, run in enumerate(runs):
         design = _Design(run, shapes[run.setting.model_shape], matrices)
         for part, us in run.phase_us.items():
-            found.append(Observation(index, part, max(_LEAST_US, us), _PHASE_WEIGHT, design.phase(part)))
+            found.append(Observation(index, part, max(_LEAST_US, us), design.phase(part)))
         for schedule, us in run.compute_us.items():
-            found.append(Observation(index, f"step {schedule}", us, _STEP_WEIGHT, design.step(schedule)))
+            found.append(Observation(index, f"step {schedule}", us, design.step(schedule)))
     return found
 
 

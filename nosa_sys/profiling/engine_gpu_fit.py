@@ -93,12 +93,8 @@ def calibrate(
             "more time (--max-minutes) or memory"
         )
     seen = observations(runs, shapes, matrices)
-    times, weights = (np.array([getattr(o, name) for o in seen]) for name in ("us", "weight"))
-    fits = {
-        "compute": fit_linear(
-            COLUMNS, values(seen).reshape(-1, len(COLUMNS)), times, through_zero=True, weights=weights
-        )
-    }
+    times, sizes = np.array([o.us for o in seen]), values(seen).reshape(-1, len(COLUMNS))
+    fits = {"compute": fit_linear(COLUMNS, sizes, times, through_zero=True)}
     terms = dict(zip(COLUMNS, fits["compute"].per_unit_us, strict=True))
     sources = dict.fromkeys(COLUMNS, "fit compute: phases and steps without copies of all schedules, engine_steps")
     fits["fetch_alone"], fits["fetch_beside"] = _fetch_in_line(runs, shapes), _fetch_beside(runs)
@@ -164,7 +160,8 @@ def _with_sharing(
 
     def with_values(values: np.ndarray) -> EngineTerms:
         found = map(float, np.clip(values, low, high))
-        return dataclasses.replace(terms, **dict(zip(_BESIDE, found, strict=True)))
+        changes: dict[str, Any] = dict(zip(_BESIDE, found, strict=True))
+        return dataclasses.replace(terms, **changes)
 
     def error(values: np.ndarray) -> float:
         profile = dataclasses.replace(base, engine=with_values(values))

@@ -52,7 +52,8 @@ TRUE = EngineTerms(
     attention_us_per_small_mb=0.2, merge_fixed_us=4.0, rest_fixed_us=9.0, rest_matrix_scale=1.03, rest_us_per_mb=0.1,
     step_fixed_us=60.0, step_head_scale=1.02, step_us_per_mb=0.5, fetch_alone_fixed_us=4.0, fetch_alone_layer_us=3.0,
     fetch_alone_us_per_mb=19.6, fetch_beside_fixed_us=5.0, fetch_beside_us_per_mb=19.8, duplex_factor=0.66,
-    beside_compute_factor=0.97, compute_beside_copy_factor=0.91, matrices=tuple(matrix_times(POINTS)),
+    beside_compute_factor=0.97, compute_beside_copy_factor=0.91, attention_places=264.0,
+    matrices=tuple(matrix_times(POINTS)),
 )  # fmt: skip
 
 

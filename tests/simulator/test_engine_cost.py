@@ -29,7 +29,7 @@ SHARED = ("duplex_factor", "beside_compute_factor", "compute_beside_copy_factor"
 
 
 def terms(**given: float) -> EngineTerms:
-    values = dict.fromkeys(term_names(), 0.0) | dict.fromkeys(SHARED, 1.0) | given
+    values = dict.fromkeys(term_names(), 0.0) | dict.fromkeys(SHARED, 1.0) | {"attention_places": 264.0} | given
     return EngineTerms(
         **values,
         matrices=tuple(
@@ -111,17 +111,35 @@ def test_a_layer_that_misses_waits_once_more_however_many_launches() -> None:
 
 
 def test_selection_grows_with_heads_blocks_slots_and_bytes() -> None:
-    """4 rows of 6400 tokens: 8 heads, 100 blocks a row, 8 slots; 1600 windows of 2 KV heads x (128 + 1) floats and 4
-    query heads x 8 bytes of logits."""
+    """4 rows of 6400 tokens: blocks are scored, 8 heads, 100 blocks a row, 8 x 8 comparisons; 1600 windows of 2 KV
+    heads x (128 + 1) floats and 4 query heads x 8 bytes of logits."""
     work = workload(4, 0)
     mb = 1600 * (2 * 4 * 129 + 4 * 8) / 1e6
     for name, size in (
+        ("select_score_us", 1),
         ("select_us_per_head", 8),
         ("select_us_per_block", 100),
-        ("select_us_per_slot", 8),
+        ("select_us_per_compare", 64 / 1e3),
         ("select_us_per_mb", mb),
     ):
         assert step_us("fused_kv", work, terms(**{name: 1.0})) == pytest.approx(2 * size)
+
+
+def test_what_scores_no_block_pays_for_no_scores() -> None:
+    assert step_us("fused_kv", workload(4, 0, "dma"), terms(select_score_us=1.0)) == 0
+
+
+@pytest.mark.parametrize(("schedule", "launches"), [("fused_kv", 1), ("split_merge", 2)])
+def test_attention_pays_for_its_ctas_in_every_launch(schedule: str, launches: int) -> None:
+    """4 rows x 2 KV heads with 8 blocks each: with room for 264 CTAs every block has one of its own."""
+    given = terms(attention_us_per_cta=1.0)
+    assert step_us(schedule, workload(4, 0), given) == pytest.approx(2 * launches * 8 * 8)
+
+
+@pytest.mark.parametrize(("schedule", "times"), [("serial", 0), ("fused_kv", 0), ("split_merge", 1), ("two_batch", 2)])
+def test_streams_that_part_and_meet_cost_compute(schedule: str, times: int) -> None:
+    """Two halves of two_batch part and meet each for itself, whatever is fetched."""
+    assert step_us(schedule, workload(4, 0), terms(fork_us=5.0)) == pytest.approx(2 * times * 5)
 
 
 def test_dense_attention_appends_and_attends_and_fetches_nothing() -> None:

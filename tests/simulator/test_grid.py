@@ -92,6 +92,7 @@ def test_a_bundle_of_engine_runs_has_their_ranges(tmp_path):
 def test_matrices_of_engine_terms_go_on_in_proportion_when_asked():
     numbers = dict.fromkeys(term_names(), 0.0) | {
         "duplex_factor": 1.0, "beside_compute_factor": 1.0, "compute_beside_copy_factor": 1.0,
+        "attention_places": 264.0,
     }  # fmt: skip
     terms = EngineTerms(**numbers, matrices=(MatrixTimes(3, 2, (1, 8), (5.0, 12.0)),))
     profile = dataclasses.replace(load_hardware("h200"), engine=terms)
