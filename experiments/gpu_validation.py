@@ -5,7 +5,7 @@
     python -m nosa_sys.experiments.gpu_validation --out DIR --calibrate --shape tiny --device cpu   (dry run)
 
 One session and one machine for both; each model is built once. What is not measured when the time is up stays a failed
-row. DIR gets validation.json, cells.parquet, runs.json (all that was measured) and profile/ (the calibrated bundle).
+row. DIR gets validation.json, cells.parquet, runs.json.gz (all that was measured) and profile/ (the calibrated bundle).
 """
 
 from __future__ import annotations

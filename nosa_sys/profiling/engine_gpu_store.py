@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from nosa_sys.profiling.engine_gpu_run import GpuRun
 from nosa_sys.profiling.engine_gpu_setting import GpuSetting
 from nosa_sys.traces.miss_table import LayerStepMisses
 
-RUNS_FILE = "runs.json"
+RUNS_FILE = "runs.json.gz"
+MAX_RUNS_BYTES = 2**28  # unpacked
 _LOADS = ("loads", "first_half")
 
 
@@ -28,7 +31,8 @@ def save_runs(
         "validation": [_plain(run) for run in validation],
         "matrices": list(points),
     }
-    (directory / RUNS_FILE).write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(data, allow_nan=False) + "\n"
+    (directory / RUNS_FILE).write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def load_runs(directory: Path) -> tuple[list[GpuRun], list[GpuRun], list[dict[str, Any]]]:
@@ -37,9 +41,13 @@ def load_runs(directory: Path) -> tuple[list[GpuRun], list[GpuRun], list[dict[st
     if not path.is_file():
         raise HardwareError(f"{path} is missing; measure on a GPU first")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        with gzip.open(path) as file:
+            text = file.read(MAX_RUNS_BYTES + 1)
+        if len(text) > MAX_RUNS_BYTES:
+            raise HardwareError(f"{path} unpacks to more than the limit of {MAX_RUNS_BYTES} bytes")
+        data = json.loads(text)
         return [_run(r) for r in data["calibration"]], [_run(r) for r in data["validation"]], data["matrices"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise HardwareError(f"{path} is not a file of engine runs: {error}") from None
 
 

@@ -196,7 +196,7 @@ def test_runs_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
         for name, values in vars(run.loads).items():
             assert np.array_equal(getattr(saved.loads, name), values)
     assert points == POINTS
-    with pytest.raises(HardwareError, match=r"runs\.json is missing"):
+    with pytest.raises(HardwareError, match=r"runs\.json\.gz is missing"):
         load_runs(tmp_path / "nothing")
 
 

@@ -35,10 +35,10 @@ def bundle(tmp_path):
 
 
 def test_shipped_profiles_load_and_every_number_has_a_source():
-    assert known_profiles() == ["h200", "h200-provisional", "ideal"]
+    assert known_profiles() == ["h200", "h200-engine", "h200-provisional", "ideal"]
     for name in known_profiles():
         profile = load_hardware(name)
-        assert profile.status == ("measured" if name == "h200" else "projected")
+        assert profile.status == ("measured" if name in ("h200", "h200-engine") else "projected")
         numbers = [
             f.name
             for f in dataclasses.fields(profile)
