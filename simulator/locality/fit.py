@@ -27,7 +27,7 @@ N_ROUNDS = 14
 _FULL_ROUNDS = 4  # rounds that correct by the whole difference; later ones by less and less, as draws are noisy
 _FIRST_WILDNESS = 0.4
 _FIRST_LAG = 3.0  # weight of the lag of one step, which decides misses at slots = k
-_LIMITS = {"wildness": (0.0, 1.5), "beta_correlation": (-1.0, 1.0), "correlation": (0.0, 1.0)}
+_LIMITS = {"wildness": (0.0, 1.5), "beta_correlation": (-1.0, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def _corrected(aim: _Aim, wanted: Moments, found: Moments, gain: float) -> _Aim:
     by_layer = aim.shared_by_layer + gain * float(missing / wanted.turmoil.mean())
     return dataclasses.replace(
         aim,
-        correlation=towards("correlation", wanted.correlation - found.correlation),
+        # the share that leaves goes with the root of 1 - correlation, and it is what bytes are made of
+        correlation=1.0 - (1.0 - aim.correlation) * np.clip(wanted.left / found.left, 0.5, 2.0) ** (2.0 * gain),
         wildness=towards("wildness", np.sqrt(wanted.turmoil) - np.sqrt(found.turmoil)),
         beta_correlation=towards("beta_correlation", wanted.beta_correlation - found.beta_correlation),
         recency=aim.recency + gain * (wanted.recency - found.recency) / np.sqrt(_rest(wanted)),

@@ -29,7 +29,8 @@ class Moments:
     """Of one sequence, or means over several.
 
     ``correlation`` ``[head, lag]``: that of normal variables whose top blocks would stay as long as these did, mean
-    over depths. ``turmoil`` ``[head]``: variance over
+    over depths; ``left`` ``[head, lag]``: share of the top blocks that are no longer there after each lag, mean over
+    depths. ``turmoil`` ``[head]``: variance over
     steps of the changes among the top blocks, relative to their mean; ``turmoil_layers`` and ``turmoil_all``: that of
     the mean over the heads of a layer, and over all. ``beta_correlation`` ``[head]``: of betas with mean scores.
     ``recency`` ``[head]``: slope of the mean normal score over remoteness; ``spread`` ``[head]``: the variance
@@ -37,6 +38,7 @@ class Moments:
     """
 
     correlation: np.ndarray
+    left: np.ndarray
     turmoil: np.ndarray
     turmoil_layers: np.ndarray
     turmoil_all: np.ndarray
@@ -69,10 +71,11 @@ def moments_of(
     far -= far.mean()
     recency = (standing * far).mean(axis=1) / far.var()
     tops = [rank < depth for depth in _depths(len(blocks), sparse.block_size)]
-    lasting = np.stack([_lasting(top) for top in tops])
+    left = [_left(top) for top in tops]
     changes = np.mean([_relative(_changes(top)) for top in tops], axis=0)
     return Moments(
-        correlation=lasting.mean(axis=0),
+        correlation=np.mean([_correlation(own, top) for own, top in zip(left, tops, strict=True)], axis=0),
+        left=np.mean(left, axis=0),
         turmoil=changes.var(axis=0),
         turmoil_layers=changes.reshape(len(changes), -1, n_kv_heads).mean(axis=2).var(axis=0).mean(),
         turmoil_all=changes.mean(axis=1).var(),
@@ -99,12 +102,17 @@ def _depths(n_blocks: int, block_size: int) -> list[int]:
     return sorted({max(1, min(tokens // block_size, n_blocks // 2)) for tokens in DEPTH_TOKENS})
 
 
-def _lasting(top: np.ndarray) -> np.ndarray:
-    """Correlation ``[head, lag]`` that explains how many of the ``top`` blocks are still there after each lag."""
-    n_steps, _, n_blocks = top.shape
-    depth = int(top[0, 0].sum())
+def _left(top: np.ndarray) -> np.ndarray:
+    """Share ``[head, lag]`` of the ``top`` blocks that are not among the top after each lag."""
+    n_steps, depth = len(top), int(top[0, 0].sum())
     stay = [(top[lag:] & top[: n_steps - lag]).sum(axis=2).mean(axis=0) / depth for lag in LAGS]
-    return np.interp(np.stack(stay, axis=1), _overlap_table(depth / n_blocks), _CORRELATIONS)
+    return 1.0 - np.stack(stay, axis=1)
+
+
+def _correlation(left: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """Correlation of normal variables of which as many would leave the top."""
+    share = float(top[0, 0].mean())
+    return np.interp(1.0 - left, _overlap_table(share), _CORRELATIONS)
 
 
 def _changes(top: np.ndarray) -> np.ndarray:

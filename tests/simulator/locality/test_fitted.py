@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from nosa_sys.errors import ConfigError
@@ -15,8 +16,10 @@ from nosa_sys.simulator.locality.fitted import MAX_BYTES, FittedLocality, fitted
 from nosa_sys.simulator.locality.process import ScoreStream
 from nosa_sys.simulator.locality.registry import get_locality, locality_names
 from nosa_sys.simulator.locality_model import LocalityModel, synthetic_selections
+from nosa_sys.simulator.recipe import parse_recipe
 from nosa_sys.simulator.simulate import simulate
 from nosa_sys.simulator.sources import SyntheticWorkload
+from nosa_sys.simulator.sweep import sweep
 from nosa_sys.sparse_config import SparseConfig
 
 
@@ -148,6 +151,26 @@ def test_predictions_use_it_and_say_so(model, tmp_path, tiny_shape):
     assert any("small, fitted to tiny" in rule for rule in found.rules)
     assert found.misses_per_head_step != simulate(work, **settings).misses_per_head_step
     assert found.to_dict() == simulate(work, locality=model, **settings).to_dict()
+
+
+def test_sweeps_take_it_by_name(model, tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(model.to_json())
+    synthetic = {"model_shape": "nosa-1b", "context": 5000, "steps": 6, "distinct_sequences": 1}
+    recipe = {
+        "name": "named",
+        "base": {"synthetic": synthetic | {"locality": f"fitted:{path}"}},
+        "hardware": "ideal",
+        "h2d_gbps": 50.0,
+        "axes": {"block_size": [64, 128], "slots": [1.0, 1.25]},
+    }
+    result = sweep(parse_recipe(recipe), tmp_path / "out", workers=1)
+    rows = pq.read_table(result.results_path).to_pandas()
+    assert (rows.refused.str.contains("block_size=128 was not fitted") == (rows.block_size == 128)).all()
+    assert set(rows[rows.block_size == 64].status) == {"projected"}
+    recipe["base"]["synthetic"]["locality"] = "fitted:nowhere"
+    with pytest.raises(ConfigError, match="unknown locality model"):
+        sweep(parse_recipe(recipe), tmp_path / "other", workers=1)
 
 
 def test_models_load_without_torch():
