@@ -51,6 +51,13 @@ class Lab:
         return float(total - self.bench.model.shape.weight_bytes - _GPU_RESERVE_BYTES)
 
     @property
+    def most_new_tokens(self) -> int:
+        """Tokens that a cell may add to a context: what fits must fit to its last step."""
+        scale = self.scale
+        steps = max(scale.steps, scale.schedule_steps, scale.few_steps) + max(scale.warmup, scale.schedule_warmup)
+        return steps + RUN_OUT_STEPS + 1
+
+    @property
     def runner(self) -> str | None:
         """The GPU's own choice; on a CPU the same launches without a graph."""
         return None if self.bench.on_gpu else "kernels"
@@ -148,8 +155,9 @@ class Lab:
         if not self.bench.on_gpu:
             return self.scale.crossover_batches[-1], "the dry run"
         return largest_batch(
-            self.bench.model.shape, self.scale.sparse, method, slots=self.scale.sparse.topk, context=context,
-            offload=offload, gpu_bytes=self.gpu_bytes, host_bytes=self.host_bytes,
+            self.bench.model.shape, self.scale.sparse, method, slots=self.scale.sparse.topk,
+            context=context + self.most_new_tokens, offload=offload, gpu_bytes=self.gpu_bytes,
+            host_bytes=self.host_bytes,
         )  # fmt: skip
 
     def full_batch_for(self, context: int) -> tuple[int, int]:
@@ -181,7 +189,8 @@ class Lab:
         kept = kept_bytes(shape, sparse, method, **sizes)
         wanted = equal_batch(full_batch, kept, full_kv_bytes(shape, sparse, context))
         fits, limit = largest_batch(
-            shape, sparse, method, **sizes, gpu_bytes=self.gpu_bytes, host_bytes=self.host_bytes,
+            shape, sparse, method, **(sizes | {"context": context + self.most_new_tokens}),
+            gpu_bytes=self.gpu_bytes, host_bytes=self.host_bytes,
         ) if math.isfinite(self.gpu_bytes) else (wanted, "")  # fmt: skip
         return (wanted, f"KV bytes of {full_batch} FullAttn sequences") if wanted <= fits else (fits, limit)
 
