@@ -102,7 +102,13 @@ def check(
         )
     rows = [row_of(comparison.to_dict()) for comparison in found]
     console = out.human(json)
-    console.print(out.table(f"{model_name} against {len(captures)} captured sequences", ("setting", *_COLUMNS), rows))
+    console.print(
+        out.table(
+            f"{model_name} against {len(captures)} captured sequences",
+            ("method, block, k/k_q, slots, policy", *_COLUMNS),
+            rows,
+        )
+    )
     console.print("captured: measured scores, selected and served by replay; drawn: projected")
     document = {
         "kind": "locality_check",
@@ -123,8 +129,10 @@ def row_of(comparison: dict[str, Any]) -> tuple[Any, ...]:
     def percent(value: float | None) -> float | None:
         return None if value is None else 100.0 * value
 
+    s = comparison["setting"]
+    budgets = f"b{s['block_size']} {s['topk']}/{s['select_blocks']}"
     return (
-        comparison["setting"]["label"],
+        f"{s['method']} {budgets} {s['slots'] / s['topk']:.3g}k {s['policy']}",
         comparison["captured"]["misses"],
         comparison["drawn"]["misses"],
         percent(comparison["misses_error"]),

@@ -41,7 +41,7 @@ def test_fits_to_the_first_and_holds_out_the_others(tmp_path, monkeypatch):
         (part, name) for part in ("fitted", "held_out") for name in ("fitted", "simple")
     }
     assert (table.setting_block_size == 32).all()
-    assert any(line.startswith("fitted model, held_out: nosa, block 32") for line in said)
+    assert any(line.startswith("fitted model, held_out: nosa b32 12/4 1k exact") for line in said)
 
 
 def test_documents_are_named_hashed_and_cut(tmp_path):
