@@ -17,7 +17,7 @@ NAME = "results"
 def command(
     out_file: Annotated[Path, typer.Option("--out", help="The HTML file to write.")],
     results: Annotated[Path, typer.Option("--results", help="Result files.")] = Path("experiments/results"),
-    hardware: Annotated[str, typer.Option("--hardware", help="Profile of the simulated lines.")] = "h200",
+    hardware: Annotated[str, typer.Option("--hardware", help="Profile of the simulated lines.")] = "h200-engine",
     overwrite: Overwrite = False,
     json: JsonFlag = False,
 ) -> None:

@@ -52,7 +52,7 @@ def build_sections(root: Path, hardware: str) -> list[Section]:
     ]
 
 
-def build_results_page(root: Path, hardware: str = "h200") -> ResultsPage:
+def build_results_page(root: Path, hardware: str = "h200-engine") -> ResultsPage:
     """The page; every text from a file is escaped."""
     sections = build_sections(root, hardware)
     kinds = {origin.kind for section in sections for origin in section.origins}
