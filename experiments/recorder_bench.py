@@ -53,6 +53,7 @@ class Load:
     steps: int = 96
     period_ms: float = 15.2
     host_ms: float = 4.0
+    injected: bool = False  # origins are then worked out on the host
 
 
 def selections(load: Load, sparse: SparseConfig, seed: int) -> list[NDArray[np.int32]]:
@@ -78,6 +79,7 @@ class SimulatedEngine:
         self._lanes = np.arange(load.batch)
         self._released = np.empty(4096, dtype=np.int8)  # numpy lets the GIL go for so many
         self._misses = np.full((load.n_layers, load.batch, load.n_heads), load.changed, dtype=np.int32)
+        self._origins = geometric_origins(ids[0], [load.context // sparse.block_size] * load.batch, sparse)
         self._ring = [np.empty_like(ids[0]) for _ in range(_RING)]
         if recorder is not None:
             shape = ModelShape("bench", load.n_layers, 16 * load.n_heads, load.n_heads, 128, 4096, 14336, 128256)
@@ -94,12 +96,16 @@ class SimulatedEngine:
         batch = make_batch(step, lanes, lanes, positions, cold, self._sparse, get_method("nosa"), offload=True)
         if self._recorder is not None:
             block_ids = self._ring[step % _RING][:, self._lanes]
+            if load.injected:
+                origins = geometric_origins(block_ids, batch.blocks, self._sparse)
+            else:
+                origins = self._origins[:, self._lanes]
             plan = StepPlan(
                 batch=batch,
                 n_misses=self._misses[:, self._lanes],
                 time_us=load.period_ms * 1e3,
                 block_ids=block_ids,
-                origins=geometric_origins(block_ids, batch.blocks, self._sparse),
+                origins=origins,
                 counts=np.full(load.batch, self._sparse.topk, dtype=np.int32),
             )
             self._recorder.on_step(plan)
@@ -203,12 +209,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=Load.steps)
     parser.add_argument("--period-ms", type=float, default=Load.period_ms)
     parser.add_argument("--host-ms", type=float, default=Load.host_ms)
+    parser.add_argument("--injected", action="store_true", help="origins are worked out on the host")
     parser.add_argument("--gil", action="store_true", help="count time under the GIL too (needs cc)")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
     if options.gil and _PRELOADED not in os.environ:
         return _with_shim(given)
-    load = Load(steps=options.steps, period_ms=options.period_ms, host_ms=options.host_ms)
+    load = Load(steps=options.steps, period_ms=options.period_ms, host_ms=options.host_ms, injected=options.injected)
     gil, rows = _gil_counter(), []
     for turn in range(options.runs):
         for record in (False, True):

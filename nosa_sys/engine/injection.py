@@ -125,10 +125,15 @@ def synthetic_injection(
 def geometric_origins(block_ids: NDArray[np.int32], n_blocks: Sequence[int], sparse: SparseConfig) -> NDArray[np.int8]:
     """Origins of injected ids [layer, batch, kv_head, k], for which no ranking speaks: sink, window, and query-aware
     for every other block; dense in rows of at most k blocks, -1 for padding. ``n_blocks``: blocks of each row."""
-    blocks = np.array(n_blocks)[:, None, None]
-    other = np.where(block_ids < sparse.init_blocks, SINK, QUERY_AWARE)
-    origins = np.where(block_ids >= blocks - 1 - sparse.local_blocks, WINDOW, other)
-    return np.where(block_ids < 0, -1, np.where(blocks <= sparse.topk, DENSE, origins)).astype(np.int8)
+    blocks = np.array(n_blocks, dtype=np.int32)[:, None, None]
+    origins = np.full(block_ids.shape, QUERY_AWARE, dtype=np.int8)
+    np.copyto(origins, SINK, where=block_ids < sparse.init_blocks)
+    np.copyto(origins, WINDOW, where=block_ids >= blocks - 1 - sparse.local_blocks)
+    if blocks.min() <= sparse.topk:
+        np.copyto(origins, DENSE, where=blocks <= sparse.topk)
+    if block_ids.min(initial=0) < 0:
+        np.copyto(origins, -1, where=block_ids < 0)
+    return origins
 
 
 def _named(misses: Misses | Sequence[tuple[int, Misses]]) -> str:

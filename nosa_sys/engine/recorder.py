@@ -8,6 +8,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,16 +24,29 @@ from nosa_sys.engine.recorder_rows import (
     first_beta_columns,
     new_beta_columns,
     score_columns,
+    selection_of,
     step_columns,
 )
-from nosa_sys.engine.work_thread import WorkThread
 from nosa_sys.errors import ConfigError, TraceError
 from nosa_sys.traces.schema import TIMELINE_FILE, SequenceInfo, TraceMeta
 from nosa_sys.traces.timeline import Mark, StepMarks, write_timeline
 from nosa_sys.traces.writer import TraceWriter
+from nosa_sys.work_thread import WorkThread
 
 FLUSH_INTERVAL_S = 2.0
-MAX_PENDING_CALLS = 8  # a step of 32 layers, 64 rows, 2 heads and 64 blocks holds 1.3 MB
+# A step of 32 layers, 64 rows, 2 heads and 64 blocks holds 1.3 MB, with scores at 16K 17 MB more.
+MAX_PENDING_BYTES = 128 * 2**20  # with the other thread
+_CHUNK_BYTES = 64 * 2**20  # handed over at once, unless a single step holds more
+
+
+@dataclass
+class _Chunk:
+    """Steps that are converted together, and the sequences that have left since the chunk before."""
+
+    steps: list[tuple[StepPlan, Sequence[Mark], float | None]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    n_rows: int = 0
+    n_bytes: int = 0
 
 
 class Recorder:
@@ -40,9 +54,10 @@ class Recorder:
 
     ``facts`` are fields of TraceMeta that an engine does not know: device, driver, pcie, versions, git_revision, seed.
 
-    With ``background`` one thread does the work, in order, and every call returns at once unless more than
-    MAX_PENDING_CALLS wait. An error of that thread is raised by the next call and by `close`. Arrays of a plan belong
-    to the recorder until `consumed_steps` has passed the plan.
+    Steps are kept as they come and made into rows many at once, when a part is due. With ``background`` one thread does
+    that, in order, another one writes, and every call returns at once unless more than MAX_PENDING_BYTES wait. An error
+    of these threads is raised by a later call and by `close`. Arrays of a plan belong to the recorder until
+    `consumed_steps` has passed the plan; `wait_consumed` hurries it.
     """
 
     def __init__(
@@ -64,8 +79,10 @@ class Recorder:
         self._history = SelectionHistory()
         self._marks: list[StepMarks] = []
         self._marks_end_us = 0.0
+        self._chunk = _Chunk()
         self._n_steps = self._longest_blocks = self._consumed_steps = 0
         self._step_over = threading.Condition()
+        self._closed = False
         self._dense = False
         self._block_bytes = 0
         self._flushed_at_s = time.monotonic()
@@ -83,10 +100,11 @@ class Recorder:
 
     def wait_consumed(self, n_steps: int) -> None:
         """Block until `consumed_steps` is at least ``n_steps``; raises the error of the thread, if there is one."""
+        self._raise_error()
+        self._hand_over()
         with self._step_over:
             self._step_over.wait_for(lambda: self._consumed_steps >= n_steps)
-        if self._thread is not None:
-            self._thread.raise_error()
+        self._raise_error()
 
     # ---- called by the engine
     def start(self, meta: TraceMeta, dense: bool) -> None:
@@ -95,10 +113,17 @@ class Recorder:
             raise ConfigError(f"the recorder of {self.directory} serves an engine already; make one for each")
         meta = dataclasses.replace(meta, **self._facts)
         self._dense, self._block_bytes = dense, meta.block_bytes
-        self._writer = TraceWriter(self.directory, meta, rows_per_part=self._rows_per_part, overwrite=self._overwrite)
+        self._writer = TraceWriter(
+            self.directory,
+            meta,
+            rows_per_part=self._rows_per_part,
+            overwrite=self._overwrite,
+            background=self._background,
+        )
+        self._flushed_at_s = time.monotonic()
         if self._background:
             importlib.import_module("pandas")  # pyarrow asks for it on first use: not in the middle of a run
-            self._thread = WorkThread("recorder", MAX_PENDING_CALLS)
+            self._thread = WorkThread("recorder", MAX_PENDING_BYTES)
 
     def on_start_sequence(self, info: SequenceInfo, cost: PrefillCost | None, beta_means: list[Tensor] | None) -> None:
         """A sequence was prefilled (``cost`` None: it was resumed, or has nothing to prefill).
@@ -115,25 +140,59 @@ class Recorder:
         (default: at the end of the marked step before). With any marks `close` leaves a timeline beside the tables.
         Raises ConfigError for a plan without its selection.
         """
-        self._do(lambda: self._write_step(plan, marks, begin_us), self._count_consumed)
+        if self._closed:
+            raise TraceError(f"the recorder of {self.directory} is closed; no step can be added")
+        selection_of(plan)
+        self._raise_error()
+        chunk = self._chunk
+        chunk.steps.append((plan, marks, begin_us))
+        chunk.n_rows += plan.n_misses.size
+        chunk.n_bytes += sum(value.nbytes for value in vars(plan).values() if isinstance(value, np.ndarray))
+        if self._is_due(plan.batch.step + 1):
+            self._hand_over()
 
     def on_leave(self, sequence: int) -> None:
         """A sequence is gone: its last selection is no longer needed."""
-        self._do(lambda: self._history.forget(sequence))
+        self._raise_error()
+        self._chunk.left.append(sequence)
+
+    def _is_due(self, n_steps: int) -> bool:
+        """Rows go to disk at every doubling of the steps and every few seconds, so that a run that is killed loses less
+        than half of its steps and no more than those seconds; and when they are many."""
+        doubled = n_steps & (n_steps - 1) == 0
+        many = self._chunk.n_rows >= self._rows_per_part or self._chunk.n_bytes >= _CHUNK_BYTES
+        return doubled or many or time.monotonic() - self._flushed_at_s >= FLUSH_INTERVAL_S
+
+    def _hand_over(self) -> None:
+        """Have the steps so far written."""
+        chunk, self._chunk = self._chunk, _Chunk()
+        if not chunk.steps:
+            self._chunk.left = chunk.left
+            return
+        self._flushed_at_s = time.monotonic()
+        self._do(lambda: self._write_chunk(chunk), lambda: self._count_consumed(len(chunk.steps)), chunk.n_bytes)
 
     # ---- the work, in this thread or the other
-    def _do(self, work: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
-        if self._thread is not None:
-            self._thread.submit(work, after)
+    def _do(self, work: Callable[[], None], after: Callable[[], None] = lambda: None, size: int = 0) -> None:
+        if self._thread is None:
+            try:
+                work()
+            finally:
+                after()
             return
         try:
-            work()
-        finally:
+            self._thread.submit(work, after, size=size)
+        except BaseException:
             after()
+            raise
 
-    def _count_consumed(self) -> None:
+    def _raise_error(self) -> None:
+        if self._thread is not None:
+            self._thread.raise_error()
+
+    def _count_consumed(self, n_steps: int) -> None:
         with self._step_over:
-            self._consumed_steps += 1
+            self._consumed_steps += n_steps
             self._step_over.notify_all()
 
     def _write_start(self, info: SequenceInfo, cost: PrefillCost | None, means: NDArray[Any] | None) -> None:
@@ -155,21 +214,26 @@ class Recorder:
         if means is not None:
             self._open_writer.add("betas", first_beta_columns(info.id, means))
 
-    def _write_step(self, plan: StepPlan, marks: Sequence[Mark], begin_us: float | None) -> None:
-        writer = self._open_writer
-        writer.add("selections", self._history.columns(plan, self._block_bytes))
-        if plan.window_scores is not None:
-            writer.add("scores", score_columns(plan, plan.window_scores))
-        if plan.new_beta_means is not None:
-            writer.add("betas", new_beta_columns(plan, plan.new_beta_means))
-        writer.add("steps", step_columns(plan, self._block_bytes))  # last: it says that the step is whole
-        self._n_steps = plan.batch.step + 1
-        self._flush_when_due()
-        for sequence in plan.batch.sequences:
-            self._new_tokens[sequence] += 1
-        self._longest_blocks = max(self._longest_blocks, plan.batch.max_blocks)
-        if marks:
-            self._keep_marks(plan, marks, self._marks_end_us if begin_us is None else begin_us)
+    def _write_chunk(self, chunk: _Chunk) -> None:
+        writer, plans = self._open_writer, [plan for plan, _, _ in chunk.steps]
+        for plan in plans:
+            if plan.window_scores is not None:
+                writer.add("scores", score_columns(plan, plan.window_scores))
+            if plan.new_beta_means is not None:
+                writer.add("betas", new_beta_columns(plan, plan.new_beta_means))
+        selections = self._history.columns(plans, self._block_bytes)
+        writer.add("steps", step_columns(plans, self._block_bytes))  # before the rows that may fill a part: one flush
+        writer.add("selections", selections)
+        writer.flush()
+        self._n_steps = plans[-1].batch.step + 1
+        for sequence in chunk.left:
+            self._history.forget(sequence)
+        for plan, marks, begin_us in chunk.steps:
+            for sequence in plan.batch.sequences:
+                self._new_tokens[sequence] += 1
+            self._longest_blocks = max(self._longest_blocks, plan.batch.max_blocks)
+            if marks:
+                self._keep_marks(plan, marks, self._marks_end_us if begin_us is None else begin_us)
 
     def _keep_marks(self, plan: StepPlan, marks: Sequence[Mark], begin_us: float) -> None:
         assert plan.counts is not None
@@ -177,25 +241,15 @@ class Recorder:
         self._marks.append(StepMarks(plan.batch.step, begin_us, marks, 1 - int(plan.n_misses.sum()) / n_selected))
         self._marks_end_us = begin_us + plan.time_us
 
-    def _flush_when_due(self) -> None:
-        """Put the rows on disk at every doubling of the steps and every few seconds, so that a run that is killed
-        loses less than half of its steps and no more than those seconds."""
-        doubled = self._n_steps & (self._n_steps - 1) == 0
-        if doubled or time.monotonic() - self._flushed_at_s >= FLUSH_INTERVAL_S:
-            self._open_writer.flush()
-            self._flushed_at_s = time.monotonic()
-
     # ---- ending
     def close(self) -> None:
-        """Wait for the thread, if there is one, and complete the trace. An error of the thread is raised here; the
-        trace then stays incomplete, with the rows so far."""
+        """Wait for the threads, if there are any, and complete the trace. An error of theirs is raised here; the trace
+        then stays incomplete, with the rows so far."""
         writer = self._open_writer
-        if self._thread is not None:
-            self._thread.stop()
-            if self._thread.error is not None:
-                self._abandon()
-                raise self._thread.error
-            self._thread = None
+        error = self._finish_work()
+        if error is not None:
+            self._abandon()
+            raise error
         if self._marks:
             write_timeline(self.directory / TIMELINE_FILE, self._marks)
         sequences = (
@@ -205,6 +259,20 @@ class Recorder:
         if self._dense:
             changes["slots"] = self._longest_blocks
         writer.close(**changes)
+
+    def _finish_work(self) -> BaseException | None:
+        """Hand over the last steps and wait until all are written or failed: the first error."""
+        self._closed = True
+        try:
+            self._hand_over()
+        except Exception as error:
+            first: BaseException | None = error
+        else:
+            first = None
+        if self._thread is not None:
+            self._thread.stop()
+            first = self._thread.error or first
+        return first
 
     def _abandon(self) -> None:
         """Keep the rows so far; an error is on its way already, and a second one would only hide it."""
@@ -222,9 +290,7 @@ class Recorder:
         if kind is None:
             self.close()
             return
-        if self._thread is not None:
-            self._thread.stop()
-            if error is not None and self._thread.error not in (None, error):
-                error.add_note(f"the recorder of {self.directory} had failed too: {self._thread.error!r}")
-            self._thread = None
+        other = self._finish_work()
+        if error is not None and other not in (None, error):
+            error.add_note(f"the recorder of {self.directory} had failed too: {other!r}")
         self._abandon()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from nosa_sys.engine.recorder import MAX_PENDING_CALLS, Recorder
-from nosa_sys.engine.work_thread import WorkThread
+from nosa_sys.engine.recorder import Recorder
 from nosa_sys.errors import TraceError
 from nosa_sys.traces.perfetto import read_timeline_file
 from nosa_sys.traces.reader import Trace
 from nosa_sys.traces.schema import TraceMeta
 from nosa_sys.traces.writer import TraceWriter
+from nosa_sys.work_thread import WorkThread
 from tests.engine.random_plans import play, random_traffic
 
 TABLES = ("selections", "steps", "scores", "betas")
@@ -41,7 +41,7 @@ def failing_writer(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
     add = TraceWriter.add
 
     def broken(self: TraceWriter, table: str, columns: dict) -> None:
-        if table == "steps" and columns["step"][0] == at_step:
+        if table == "steps" and at_step in columns["step"]:
             raise TraceError("no space left")
         add(self, table, columns)
 
@@ -92,6 +92,60 @@ def test_an_error_beside_another_is_noted_on_it(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt) as caught:
         run()
     assert "no space left" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_steps_that_wait_are_written_when_a_run_fails(tmp_path: Path, background: bool) -> None:
+    """Seven steps: the last three are past the flush at four."""
+
+    def run() -> None:
+        with Recorder(tmp_path / "t", background=background) as recorder:
+            list(play(random_traffic(3, 7), recorder))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert Trace.recover(tmp_path / "t").meta.n_steps == 7
+
+
+def test_steps_converted_one_by_one_or_together_give_the_same_tables(tmp_path: Path) -> None:
+    for name, rows_per_part in (("single", 1), ("few", 40), ("many", 65536)):
+        with Recorder(tmp_path / name, rows_per_part=rows_per_part, background=True) as recorder:
+            list(play(random_traffic(5, 30, scores=True), recorder))
+    assert tables(tmp_path / "single") == tables(tmp_path / "few") == tables(tmp_path / "many")
+    n_parts = {name: len(list((tmp_path / name / "steps").iterdir())) for name in ("single", "few", "many")}
+    assert n_parts["single"] == 30 > n_parts["few"] > n_parts["many"] == 6  # steps 1, 2, 4, 8, 16 and the rest
+
+
+def test_steps_beyond_the_bytes_that_may_wait_hold_the_caller_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that stands still: what is kept in memory stops growing, and goes on when the writer does."""
+    gate, given = threading.Event(), []
+    add = TraceWriter.add
+
+    def slow(self: TraceWriter, table: str, columns: dict) -> None:
+        gate.wait()
+        add(self, table, columns)
+
+    monkeypatch.setattr(TraceWriter, "add", slow)
+    monkeypatch.setattr("nosa_sys.engine.recorder.MAX_PENDING_BYTES", 4000)
+    monkeypatch.setattr("nosa_sys.engine.recorder._CHUNK_BYTES", 1000)
+    traffic = random_traffic(2, 60)
+    recorder = Recorder(tmp_path / "t", background=True)
+
+    def size(n_steps: int) -> int:
+        return sum(p.block_ids.nbytes for p in traffic.plans[:n_steps])
+
+    caller = threading.Thread(target=lambda: [given.append(1) for _ in play(traffic, recorder)])
+    caller.start()
+    caller.join(timeout=0.3)
+    assert caller.is_alive()
+    assert 0 < size(len(given)) <= 4000 < size(60)
+    gate.set()
+    caller.join()
+    recorder.close()
+    assert Trace.open(tmp_path / "t").meta.n_steps == 60
 
 
 def test_after_the_end_nothing_is_taken(tmp_path: Path) -> None:
@@ -148,7 +202,19 @@ def test_calls_run_in_order_and_no_more_wait_than_may() -> None:
     assert done == list(range(20))
     assert most <= 4  # one more while a call that is done is not counted yet
     thread.stop()
-    assert MAX_PENDING_CALLS > 1
+
+
+def test_calls_may_have_sizes_and_one_alone_is_never_too_large() -> None:
+    gate = threading.Event()
+    thread = WorkThread("test", max_pending=10)
+    thread.submit(gate.wait, size=99)
+    caller = threading.Thread(target=lambda: thread.submit(lambda: None, size=1))
+    caller.start()
+    caller.join(timeout=0.1)
+    assert caller.is_alive()
+    gate.set()
+    caller.join()
+    thread.stop()
 
 
 def test_after_an_error_calls_are_skipped_but_counted() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +86,40 @@ def test_an_abandoned_trace_keeps_its_rows_and_stays_incomplete(tmp_path: Path) 
     with pytest.raises(TraceError, match="is closed"):
         writer.add("betas", {})
     writer.abandon()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_what_a_full_disk_refused_is_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, background: bool
+) -> None:
+    """The second part fails once; with a thread, the flush behind it hears of it."""
+    replace, calls = os.replace, []
+
+    def full(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    writer = TraceWriter(tmp_path, meta(), background=background)
+    monkeypatch.setattr("nosa_sys.traces.writer.os.replace", full)
+    row = {n: [1] for n in ("sequence", "layer", "kv_head")} | {"beta_mean": [0.5]}
+
+    def fill() -> None:
+        for window in range(50):
+            writer.add("betas", row | {"window": [window]})
+            writer.flush()
+            time.sleep(1e-3)
+
+    with pytest.raises(TraceError, match="No space left"):
+        fill()
+    getattr(writer, end)()
+    found = pq.read_table(tmp_path / "betas")["window"].to_pylist()
+    assert found == list(range(len(found)))
+    assert len(found) >= 2
+    assert background or len(found) == 2
+    assert TraceMeta.load(tmp_path).complete == (end == "close")
 
 
 @pytest.mark.parametrize("status", ["measured", "injected", "injected: 2 misses a head"])

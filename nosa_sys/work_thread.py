@@ -14,27 +14,32 @@ class WorkThread:
 
     Args:
         name: of the thread.
-        max_pending: calls that may be waiting or running; `submit` blocks where there are more.
+        max_pending: sum of the sizes of the calls that may be waiting or running; `submit` blocks where it would be
+            more, but never for a call that is alone.
     """
 
     def __init__(self, name: str, max_pending: int) -> None:
         self.error: BaseException | None = None
-        self._calls: queue.SimpleQueue[tuple[Call, Call] | None] = queue.SimpleQueue()
-        self._max_pending, self._n_submitted, self._n_over = max_pending, 0, 0
-        self._over = threading.Condition()
+        self._calls: queue.SimpleQueue[tuple[Call, Call, int] | None] = queue.SimpleQueue()
+        self._max_pending, self._submitted, self._over = max_pending, 0, 0
+        self._changed = threading.Condition()
         # a daemon: a program that dies without `stop` must not hang on what it left here
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Call, after: Call = lambda: None) -> None:
+    def submit(self, call: Call, after: Call = lambda: None, *, size: int = 1) -> None:
         """Queue ``call``; ``after`` follows it, whether it ran, failed or was skipped. Raises the error of any call
         before, this time and every time."""
-        if self._n_submitted - self._n_over >= self._max_pending:
-            with self._over:
-                self._over.wait_for(lambda: self._n_submitted - self._n_over < self._max_pending)
+        if not self._has_room(size):
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_room(size))
         self.raise_error()
-        self._n_submitted += 1
-        self._calls.put((call, after))
+        self._submitted += size
+        self._calls.put((call, after, size))
+
+    def _has_room(self, size: int) -> bool:
+        pending = self._submitted - self._over
+        return pending == 0 or pending + size <= self._max_pending
 
     def raise_error(self) -> None:
         if self.error is not None:
@@ -46,13 +51,14 @@ class WorkThread:
         self._thread.join()
 
     def _run(self) -> None:
-        for call, after in iter(self._calls.get, None):
+        for call, after, size in iter(self._calls.get, None):
             try:
                 if self.error is None:
                     call()
             except BaseException as error:
                 self.error = error
             after()
-            with self._over:
-                self._n_over += 1
-                self._over.notify_all()
+            del call, after  # what they hold on to is over, too
+            with self._changed:
+                self._over += size
+                self._changed.notify_all()
