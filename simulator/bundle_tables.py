@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nosa_sys.errors import HardwareError
+from nosa_sys.simulator.json_file import read_json_object
 
 FITS_FILE, CHOICES_FILE = "fits.json", "choices.json"
 BASE_RUN_BYTES = 32768  # the run size that h2d_fixed_us and h2d_gbps of a GPU bundle were fitted at
@@ -108,17 +108,7 @@ def read_choices(directory: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > _MAX_TABLE_BYTES:
-        raise HardwareError(f"{path} has {path.stat().st_size} bytes, more than the limit of {_MAX_TABLE_BYTES}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HardwareError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise HardwareError(f"{path} must hold a JSON object")
-    return data
+    return read_json_object(path, _MAX_TABLE_BYTES) if path.is_file() else {}
 
 
 def _fits(path: Path) -> tuple[FitError, ...]:

@@ -7,7 +7,6 @@ simulator.engine_cost.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from nosa_sys.errors import HardwareError
+from nosa_sys.simulator.json_file import read_json_object
 from nosa_sys.simulator.rates import LinkSharing
 from nosa_sys.simulator.step_times import Floats
 
@@ -140,13 +140,8 @@ def read_engine_terms(directory: Path) -> EngineTerms | None:
     path = directory / ENGINE_FILE
     if not path.is_file():
         return None
-    if path.stat().st_size > MAX_ENGINE_BYTES:
-        raise HardwareError(f"{path} has {path.stat().st_size} bytes, more than the limit of {MAX_ENGINE_BYTES}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HardwareError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(data, dict) or set(data) != {"terms", "matrices"}:
+    data = read_json_object(path, MAX_ENGINE_BYTES)
+    if set(data) != {"terms", "matrices"}:
         raise HardwareError(f"{path} must hold exactly the keys terms and matrices")
     values = _terms(data["terms"], path)
     places = values["attention_places"][0]

@@ -7,7 +7,6 @@ A bundle is ``meta.json`` (what the device is, how far to trust it) and ``models
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from nosa_sys.errors import HardwareError
 from nosa_sys.simulator.bundle_tables import NO_TABLES, BundleTables, FitError, read_bundle_tables
 from nosa_sys.simulator.engine_terms import EngineTerms, read_engine_terms
+from nosa_sys.simulator.json_file import read_json_object
 from nosa_sys.simulator.link import LINK_NUMBERS, OWN_LINK, LinkDescription, load_link
 from nosa_sys.simulator.rates import LinkSharing
 
@@ -190,19 +190,7 @@ def profile_directory(hardware: str | Path) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise HardwareError(f"hardware profile: {path} is missing")
-    if path.stat().st_size > MAX_PROFILE_BYTES:
-        raise HardwareError(f"{path} has {path.stat().st_size} bytes, more than the limit of {MAX_PROFILE_BYTES}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except (OSError, ValueError, RecursionError) as error:
-        raise HardwareError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise HardwareError(f"{path} must hold a JSON object")
-    return data
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not allowed")
+    return read_json_object(path, MAX_PROFILE_BYTES)
 
 
 def _parse(meta: dict[str, Any], models: dict[str, Any], directory: Path) -> HardwareProfile:

@@ -7,13 +7,13 @@ Descriptions are JSON files in ``links/``, or a user's own: ``{"name", "notes"}`
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nosa_sys.errors import HardwareError
+from nosa_sys.simulator.json_file import read_json_object
 
 OWN_LINK = "own"  # the link that a profile was measured on
 MAX_LINK_BYTES = 2**16
@@ -57,16 +57,11 @@ def load_link(link: str | Path | LinkDescription) -> LinkDescription:
     path = _BUILT_IN / f"{link}.json" if str(link) in known_links() else Path(link)
     if not path.is_file():
         raise HardwareError(f"unknown link {str(link)!r}; known: {', '.join((OWN_LINK, *known_links()))}, or a file")
-    if path.stat().st_size > MAX_LINK_BYTES:
-        raise HardwareError(f"{path} has {path.stat().st_size} bytes, more than the limit of {MAX_LINK_BYTES}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HardwareError(f"{path} is not valid JSON: {error}") from None
+    data = read_json_object(path, MAX_LINK_BYTES)
     numbers = [f.name for f in dataclasses.fields(LinkDescription) if f.name not in _TEXTS]
     wanted = {"name", "notes", *numbers}
-    if not isinstance(data, dict) or set(data) != wanted:
-        wrong = sorted(set(data) ^ wanted) if isinstance(data, dict) else sorted(wanted)
+    if set(data) != wanted:
+        wrong = sorted(set(data) ^ wanted)
         raise HardwareError(f"{path} must have exactly the keys {', '.join(sorted(wanted))}; at fault: {wrong[0]}")
     if not isinstance(data["name"], str) or not isinstance(data["notes"], str) or data["name"] in ("", OWN_LINK):
         raise HardwareError(f"{path}: name and notes must be texts, and the name not empty nor {OWN_LINK!r}")
