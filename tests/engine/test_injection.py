@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nosa_sys.engine.injected_guesses import with_guesses
-from nosa_sys.engine.injection import Injection, Misses, synthetic_injection, trace_injection
+from nosa_sys.engine.injection import Injection, Misses, geometric_origins, synthetic_injection, trace_injection
 from nosa_sys.errors import ConfigError, TraceError
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.reader import Trace
+from nosa_sys.traces.schema import ORIGIN_DENSE, ORIGIN_QUERY, ORIGIN_SINK, ORIGIN_WINDOW
 from tests.traces.synthetic import make_trace
 
 SMALL = SparseConfig(
@@ -217,3 +218,26 @@ def test_impossible_guesses_are_refused() -> None:
     for n, share in ((0, 0.5), (2, 1.5)):
         with pytest.raises(ConfigError, match="hit_share"):
             with_guesses(plain, WIDE, n, share)
+
+
+def test_origins_of_injected_ids_against_a_plain_loop() -> None:
+    """Rows shorter than k are dense and padded; the window is the current block and the local ones before it."""
+    rng = np.random.default_rng(3)
+    n_blocks = [3, SMALL.topk, SMALL.topk + 1, 40]
+    ids = np.full((2, 4, 2, SMALL.topk), -1, dtype=np.int32)
+    for layer, row, head in np.ndindex(2, 4, 2):
+        k = min(n_blocks[row], SMALL.topk)
+        ids[layer, row, head, :k] = np.sort(rng.choice(n_blocks[row], k, replace=False))
+    found = geometric_origins(ids, n_blocks, SMALL)
+    assert found.dtype == np.int8
+    for place in np.ndindex(ids.shape):
+        block, n = ids[place], n_blocks[place[1]]
+        if block < 0:
+            expected = -1
+        elif n <= SMALL.topk:
+            expected = ORIGIN_DENSE
+        elif block >= n - 1 - SMALL.local_blocks:
+            expected = ORIGIN_WINDOW
+        else:
+            expected = ORIGIN_SINK if block < SMALL.init_blocks else ORIGIN_QUERY
+        assert found[place] == expected
