@@ -89,10 +89,12 @@ def memory_use(
     context_tokens: int,
     host_block_bytes: int,
     device_block_bytes: int,
+    key_means_dtype: str = "float32",
 ) -> MemoryUse:
     """Bytes of ``batch`` sequences of ``context_tokens`` each. Dense attention keeps every block on the device.
 
-    The host holds finished blocks alone: a sequence's last, partial block is on the device.
+    The host holds finished blocks alone: a sequence's last, partial block is on the device. ``key_means_dtype``: see
+    key_means.py.
     """
     heads = shape.n_layers * shape.n_kv_heads * batch
     n_blocks, n_windows = sparse.n_blocks(context_tokens), sparse.n_windows(context_tokens)
@@ -105,7 +107,7 @@ def memory_use(
     return MemoryUse(
         weight_bytes=shape.weight_bytes,
         slot_bytes=heads * slots * device_block_bytes,
-        key_mean_bytes=heads * n_windows * shape.head_dim * key_mean_item_bytes("float32", shape.dtype),
+        key_mean_bytes=heads * n_windows * shape.head_dim * key_mean_item_bytes(key_means_dtype, shape.dtype),
         beta_bytes=heads * (n_windows + slots * sparse.block_size) * beta,
         host_pool_bytes=heads * (context_tokens // sparse.block_size) * host_block_bytes,
         batch=batch,

@@ -99,6 +99,7 @@ class SyntheticWorkload:
     policy: str | None = None
     locality: ScoreModel = field(default_factory=LocalityModel)
     distinct_sequences: int = 4
+    key_means_dtype: str = "float32"
 
 
 class SyntheticSource:
@@ -151,7 +152,7 @@ class SyntheticSource:
         block_bytes = shape.kv_block_bytes(sparse.block_size)
         return Workload(
             loads, shape, sparse, method, slots, policy, block_bytes, block_bytes, batch, context + steps - 1, False,
-            first_half, rules=tuple(rules),
+            first_half, rules=tuple(rules), key_means_dtype=base.key_means_dtype,
         ).stored_as(request.storage)  # fmt: skip
 
     def _histories(
@@ -204,12 +205,13 @@ class TableSource:
         device_block_bytes: int,
         exact: bool = True,
         recorded_schedule: str | None = None,
+        key_means_dtype: str = "float32",
     ) -> None:
         self._table, self._shape, self._sparse = table, shape, sparse
         self._slots, self._policy = slots, policy
         self._device_block_bytes = device_block_bytes
         self._exact = exact
-        self._recorded_schedule = recorded_schedule
+        self._recorded_schedule, self._key_means_dtype = recorded_schedule, key_means_dtype
         self._loads, self._first_half = table.per_layer_step(), first_half_of(table)
         self._histories: list[SequenceHistory] = []
 
@@ -256,6 +258,7 @@ class TableSource:
         return Workload(
             loads, shape, self._sparse, self._table.method, self._slots, self._policy, block_bytes, device_bytes,
             batch, context, own and self._exact, first_half, self._recorded_schedule, tuple(rules),
+            key_means_dtype=self._key_means_dtype,
         ).stored_as(request.storage)  # fmt: skip
 
     def _draw_rules(self, shape: ModelShape, batch: int, seed: int) -> list[str]:
@@ -323,6 +326,10 @@ class TraceSource:
             note = "the trace's selections were injected into its run, not chosen by the model"
             misses = dataclasses.replace(misses, assumptions=[*misses.assumptions, note])
         device_block_bytes = meta.model.kv_block_bytes(sparse.block_size, meta.kv_dtype)
+        narrow = meta.key_means_dtype not in ("float32", "float64")
+        if narrow:
+            note = f"key means of {meta.key_means_dtype} count in memory; the time of their scores is that of float32"
+            misses = dataclasses.replace(misses, assumptions=[*misses.assumptions, note])
         return TableSource(
             misses,
             meta.model,
@@ -330,8 +337,9 @@ class TraceSource:
             slots=slots,
             policy=policy,
             device_block_bytes=device_block_bytes,
-            exact=exact and meta.status in ("measured", "validated"),
+            exact=exact and not narrow and meta.status in ("measured", "validated"),
             recorded_schedule=_moved_as(meta),
+            key_means_dtype="model" if narrow else "float32",
         )
 
 
@@ -348,6 +356,7 @@ def _drawn_like(table: TableSource, locality: ScoreModel, note: str) -> Syntheti
         own.slots or None,
         own.policy,
         locality,
+        key_means_dtype=own.key_means_dtype,
     )
     return SyntheticSource(base, note)
 

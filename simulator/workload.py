@@ -32,7 +32,7 @@ class Workload:
 
     ``own_situation``: exactly what was recorded or replayed, nothing drawn. ``first_half``: what of ``loads`` belongs
     to the first half of each step's rows, the smaller half where they are odd. ``recorded_schedule``: that of the
-    trace, None where misses have no trace.
+    trace, None where misses have no trace. ``key_means_dtype``: float32 or model, in memory alone.
     """
 
     loads: LayerStepMisses
@@ -50,6 +50,7 @@ class Workload:
     recorded_schedule: str | None = None
     rules: tuple[str, ...] = ()
     storage: HostStorage | None = None
+    key_means_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if not len(self.loads):
@@ -76,6 +77,7 @@ class Workload:
             context_tokens=self.context_tokens,
             host_block_bytes=self.host_block_bytes,
             device_block_bytes=self.device_block_bytes,
+            key_means_dtype=self.key_means_dtype,
         )
 
     def settings(self) -> dict[str, Any]:

@@ -68,3 +68,27 @@ def test_only_what_was_recorded_keeps_the_status_of_a_validated_profile(tmp_path
     on_gpu = Trace(trace.directory, dataclasses.replace(trace.meta, device="NVIDIA H200"))
     assert simulate(on_gpu, hardware=validated, schedule="serial").status == "validated"
     assert simulate(on_gpu, **own).status == "projected"
+
+
+def test_key_means_in_the_models_type_count_in_memory_and_are_never_validated(tmp_path):
+    """Time is priced as for float32 means, which no run of this trace read: said, and a projection."""
+    shape = dataclasses.replace(SHAPE, dtype="bfloat16")
+    own = {"hardware": dataclasses.replace(load_hardware("h200-provisional"), status="validated")}
+    found = {}
+    for means in ("float32", "model"):
+        with Recorder(tmp_path / means) as recorder:
+            engine = Engine(
+                random_model(shape, seed=3, dtype="bfloat16"), SPARSE, recorder=recorder, key_means_dtype=means
+            )
+            engine.add(list(range(90)), max_new_tokens=5)
+            engine.run()
+        trace = Trace.open(tmp_path / means)
+        windows = SPARSE.n_windows(94)
+        stored = sum(layer[:1, :, :windows].numel() * layer.element_size() for layer in engine.memory.context.key_means)
+        for change in ({}, {"slots": 8}, {"context": 94, "steps": 1}):  # recorded, replayed, drawn
+            assert simulate(trace, **own, extrapolate=True, **change).memory["key_mean_bytes"] == stored, change
+        found[means] = simulate(trace, **own, schedule="fused_kv")
+    assert (found["float32"].status, found["model"].status) == ("validated", "projected")
+    assert any("key means of bfloat16" in rule for rule in found["model"].rules)
+    assert not any("key means of" in rule for rule in found["float32"].rules)
+    assert found["float32"].step_time_us == found["model"].step_time_us

@@ -18,11 +18,11 @@ from nosa_sys.sparse_config import SparseConfig
 SPARSE = SparseConfig(block_size=32, topk=12, init_blocks=1, window_size=64, select_blocks=3)
 
 
-def use_of(shape: ModelShape, method: str, batch: int, context: int, slots: int) -> MemoryUse:
+def use_of(shape: ModelShape, method: str, batch: int, context: int, slots: int, means: str = "float32") -> MemoryUse:
     block_bytes = shape.kv_block_bytes(SPARSE.block_size)
     return memory_use(
         shape, SPARSE, method, slots=slots, batch=batch, context_tokens=context, host_block_bytes=block_bytes,
-        device_block_bytes=block_bytes,
+        device_block_bytes=block_bytes, key_means_dtype=means,
     )  # fmt: skip
 
 
@@ -30,14 +30,14 @@ def use_of(shape: ModelShape, method: str, batch: int, context: int, slots: int)
 @given(
     layers=st.integers(1, 5), heads=st.integers(1, 4), dim=st.sampled_from([16, 64, 80]), batch=st.integers(1, 9),
     context=st.integers(1, 4000), spare=st.integers(0, 20), method=st.sampled_from(sorted(METHODS)),
-    dtype=st.sampled_from(["float64", "float32", "bfloat16"]),
+    dtype=st.sampled_from(["float64", "float32", "bfloat16"]), means=st.sampled_from(["float32", "model"]),
 )  # fmt: skip
-def test_bytes_are_those_of_the_engines_plan(layers, heads, dim, batch, context, spare, method, dtype) -> None:
+def test_bytes_are_those_of_the_engines_plan(layers, heads, dim, batch, context, spare, method, dtype, means) -> None:
     shape = ModelShape("any", layers, 2 * heads, heads, dim, 64, 128, 1000, dtype=dtype)
-    use = use_of(shape, method, batch, context, SPARSE.topk + spare)
+    use = use_of(shape, method, batch, context, SPARSE.topk + spare, means)
     plan = required_bytes(
         shape, SPARSE, get_method(method), n_slots=SPARSE.topk + spare, offload=not get_method(method).dense,
-        lanes=batch, tokens_a_lane=context,
+        lanes=batch, tokens_a_lane=context, key_means_dtype=means,
     )  # fmt: skip
     assert use.gpu_bytes - use.weight_bytes == device_bytes(plan)
     assert use.host_pool_bytes == plan["host_pool_bytes"]
