@@ -263,7 +263,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="settings by name, as nosa-k-8-*")
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
+    settings = [s for s in settings_around(SPARSE) if any(fnmatchcase(s.label, name) for name in options.only)]
     try:
+        if not settings:
+            known = ", ".join(s.label for s in settings_around(SPARSE))
+            raise ConfigError(f"--only {' '.join(options.only)} names no setting; known: {known}")
         text = document_text() if options.document is None else options.document.read_text(encoding="utf-8")
         options.out.mkdir(parents=True, exist_ok=True)
         for name in (ROWS_FILE, LAYERS_FILE):  # rows are made again; captures are kept
@@ -281,7 +285,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if options.document is not None:
             check.document = options.document.name
-        settings = [s for s in settings_around(SPARSE) if any(fnmatchcase(s.label, name) for name in options.only)]
         check.run(settings)
         check.run([s for s in settings if s.method == "infllmv2"], "infllmv2")
     except (NosaError, OSError, UnicodeDecodeError) as error:

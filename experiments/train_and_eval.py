@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import lzma
 import shutil
 import sys
 import tarfile
@@ -72,6 +73,8 @@ def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
     if options.only is not None:
         runs = [run for run in runs if run.name in options.only.split(",")]
     runs = [run for run in runs if options.seed in (None, run.seed)]
+    if not runs:
+        raise ConfigError(f"--only {options.only}, --seed {options.seed}: {options.train} has no such run")
     runs.sort(key=lambda run: run.seed)  # all methods under one seed come before the next seed
     if options.eval and options.eval_texts is None:
         raise ConfigError("--eval needs --eval-texts: what the models read")
@@ -79,7 +82,7 @@ def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
     for recipe, name in itertools.product(recipes.values(), ("documents", "cases", "generation_documents")):
         if getattr(options, name) is not None:
             recipe[name] = getattr(options, name)
-    options.results.mkdir(parents=True, exist_ok=True)
+    check_folder(options.results)
     if options.earlier is not None:
         unpack(options.earlier, options.out)
     folders = [options.out / options.train.stem]
@@ -97,6 +100,14 @@ def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
     n_bytes = pack(options.out, folders, options.results / ARCHIVE)
     print(f"{options.results / ARCHIVE}: {n_bytes} bytes; {'all finished' if session['finished'] else 'not finished'}")
     return 0 if session["finished"] else 3
+
+
+def check_folder(path: Path) -> None:
+    """Make a folder unless it is there; ConfigError where something else is."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--results {path} cannot be made: {error.strerror or error}") from None
 
 
 def pack(root: Path, folders: list[Path], path: Path) -> int:
@@ -123,7 +134,7 @@ def unpack(path: Path, root: Path) -> None:
             for member in members:
                 if not (root / member.name).exists():
                     archive.extract(member, root, filter="data")
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
         raise ConfigError(f"{path} is no {ARCHIVE} of a session before: {error}") from None
 
 

@@ -13,6 +13,7 @@ from nosa_sys.cli import console as out
 from nosa_sys.cli.options import DryRun, JsonFlag, Overwrite
 from nosa_sys.cli.settings import read_yaml_mapping
 from nosa_sys.errors import ConfigError
+from nosa_sys.outputs import check_output
 
 if TYPE_CHECKING:
     from nosa_sys.training.recipe import TrainSettings
@@ -56,7 +57,12 @@ def command(
     changes = {name: value for name, value in changes.items() if value is not None}
     runs = _chosen(parse_train_recipe(data, str(recipe), changes), only, seed)
     if pack is not None:
-        _pack(runs, texts, pack, overwrite=overwrite)
+        if out_dir is not None or resume:
+            raise ConfigError("--pack trains nothing: leave out --out and --resume, or --pack")
+        _check_pack(runs, pack, overwrite=overwrite)
+        counts = {} if dry_run else _pack(runs, texts, pack)
+        if json:
+            out.print_json({"kind": "token_pack", "file": str(pack), "dry_run": dry_run, "sequences": counts})
         return
     if out_dir is None:
         raise ConfigError("--out is missing: the directory that takes a folder a run")
@@ -96,22 +102,30 @@ def command(
         out.print_json({"kind": "training", "out": str(out_dir), "runs": done})
 
 
-def _pack(runs: list[TrainSettings], texts: Path, pack: Path, *, overwrite: bool) -> None:
-    """Write the token pack of the runs, in the tokens of their one model."""
-    from nosa_sys.training.loop import open_base
-    from nosa_sys.training.text_sources import PACK_SUFFIX, DocumentTexts, write_pack
-    from nosa_sys.training.texts import read_texts
+def _check_pack(runs: list[TrainSettings], pack: Path, *, overwrite: bool) -> None:
+    """Refuse a file that could not be written, or would serve two models."""
+    from nosa_sys.training.text_sources import PACK_SUFFIX
 
     if pack.suffix != PACK_SUFFIX:
         raise ConfigError(f"--pack {pack} must end in {PACK_SUFFIX}")
-    if pack.exists() and not overwrite:
-        raise ConfigError(f"{pack} already exists; give --overwrite to write it anew")
+    if pack.is_dir():
+        raise ConfigError(f"--pack {pack} is a directory; give a file name")
+    check_output(pack, overwrite=overwrite)
     if len(models := {run.model for run in runs}) > 1:
         raise ConfigError(f"one token pack serves one model, not {', '.join(sorted(models))}; use --only")
+
+
+def _pack(runs: list[TrainSettings], texts: Path, pack: Path) -> dict[str, int]:
+    """Write the token pack of the runs, in the tokens of their one model; sequences by tensor."""
+    from nosa_sys.training.loop import open_base
+    from nosa_sys.training.text_sources import DocumentTexts, write_pack
+    from nosa_sys.training.texts import read_texts
+
     tokenizer = open_base(runs[0], "cpu").tokenizer
     counts = write_pack(pack, runs, DocumentTexts(read_texts(texts), runs[0].held_out), tokenizer)
     for name, n in counts.items():
-        out.stderr().print(f"{pack}: {n} sequences {name}")
+        out.stderr().print(f"{pack}: {n} sequences {name}", markup=False)
+    return counts
 
 
 def _train(

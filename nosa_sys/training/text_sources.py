@@ -101,8 +101,10 @@ class _Stored:
 
     def next(self) -> NDArray[np.int64]:
         (drawn,) = self.place
-        if drawn == len(self.ids):
-            raise ConfigError(f"the token pack ends after {drawn} sequences; pack the recipe with as many steps")
+        if drawn >= len(self.ids):
+            raise ConfigError(
+                f"the token pack ends after {len(self.ids)} sequences; pack the recipe with as many steps"
+            )
         self.place[0] = drawn + 1
         return self.ids[drawn].astype(np.int64)
 
@@ -126,6 +128,9 @@ class TokenPack:
                 self._tensors = {name: file.get_tensor(name) for name in self._record["tensors"]}
             self.names: list[dict[str, Any]] = self._record["names"]
             self.digests: dict[str, str] = self._record["digests"]
+            if self._record["version"] != _VERSION:
+                raise ValueError(f"version {self._record['version']!r}, this program reads {_VERSION}; pack again")
+            self._made_with = {name: self._record[name] for name in ("held_out", "tokenizer")}
             torn = [name for name, ids in self._tensors.items() if _sha256(ids) != self._record["tensors"][name]]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is no token pack of nosa train --pack: {error}") from None
@@ -135,8 +140,8 @@ class TokenPack:
     def sequences(self, settings: TrainSettings, tokenizer: Tokenizer, *, held_out: bool = False) -> _Stored:
         """Raises ConfigError when the pack was made for other settings or another tokenizer."""
         for name, mine in (("held_out", settings.held_out), ("tokenizer", tokenizer.sha256)):
-            if self._record[name] != mine:
-                raise ConfigError(f"{self._path} was made with {name} {self._record[name]}, not {mine}; pack again")
+            if self._made_with[name] != mine:
+                raise ConfigError(f"{self._path} was made with {name} {self._made_with[name]}, not {mine}; pack again")
         name = _tensor_name(settings, held_out)
         if name not in self._tensors:
             raise ConfigError(f"{self._path} holds no sequences {name}; it has {', '.join(self._tensors)}")
@@ -179,6 +184,7 @@ def write_pack(path: Path, runs: Iterable[TrainSettings], texts: DocumentTexts, 
         "digests": texts.digests,
         "tensors": {name: _sha256(ids) for name, ids in tensors.items()},
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, metadata={_RECORD: json.dumps(record)})
     return {name: len(ids) for name, ids in tensors.items()}
 

@@ -79,6 +79,26 @@ def test_a_token_pack_serves_as_texts(nosa: Nosa, recipe: Path, texts: Path, tmp
     plain, packed = (done.document["runs"][0] for done in rows)
     assert plain["held_out_loss"] == packed["held_out_loss"]
     assert plain["texts"] == packed["texts"]
+
+
+def test_a_token_pack_keeps_the_rules_of_every_verb(nosa: Nosa, recipe: Path, texts: Path, tmp_path: Path) -> None:
+    """A dry run writes nothing, --json tells, folders are made, what cannot be written is one line."""
+    pack = tmp_path / "made here" / "pack.safetensors"
+    common = ("train", recipe, "--texts", texts, "--only", "head", "--json")
+    planned = nosa(*common, "--pack", pack, "--dry-run")
+    assert (planned.status, planned.document["dry_run"], pack.exists()) == (0, True, False)
+    made = nosa(*common, "--pack", pack)
+    assert (made.status, pack.is_file()) == (0, True)
+    assert made.document["sequences"]["length128.streams2.seed0"] == 3
+    (tmp_path / "dir.safetensors").mkdir()
+    (tmp_path / "file").write_text("")
+    for path, message in (
+        (tmp_path / "dir.safetensors", "is a directory"),
+        (tmp_path / "file" / "pack.safetensors", "is a file"),
+    ):
+        done = nosa(*common, "--pack", path, "--overwrite")
+        assert (done.status, message in done.err) == (2, True)
+    assert "trains nothing" in nosa(*common, "--pack", pack, "--overwrite", "--out", tmp_path / "out").err
     assert "--out is missing" in nosa("train", recipe, "--texts", pack).err
     assert "must end in .safetensors" in nosa("train", recipe, "--texts", texts, "--pack", tmp_path / "x.npy").err
 

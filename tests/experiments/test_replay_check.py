@@ -187,3 +187,10 @@ def test_the_command_line_writes_rows_and_says_whether_all_passed(
     assert [(r["base"], r["result"]) for r in rows][1] == ("infllmv2-base-slots-1.00", "pass")
     assert "squares.txt" in (tmp_path / "out" / "replay_check.md").read_text()
     assert main(["--out", str(tmp_path / "out"), "--model", "nothing-here"]) == 2
+
+
+def test_only_that_names_no_setting_passes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "replay_check.csv").write_text("rows of before")
+    assert main(["--out", str(tmp_path), "--only", "typo-*"]) == 2
+    assert "names no setting; known: nosa-base-slots-1.00" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["replay_check.csv"]

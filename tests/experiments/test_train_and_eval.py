@@ -113,3 +113,25 @@ def test_an_earlier_archive_is_read_back_and_strange_ones_are_refused(
     assert "more than logs and rows" in capsys.readouterr().err
     assert session("--earlier", place / "train.yaml") == 2
     assert "is no results.tar.xz" in capsys.readouterr().err
+
+
+def test_what_names_no_run_or_no_folder_is_no_finished_session(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert session("--only", "nonsense") == 2
+    assert "no such run" in capsys.readouterr().err
+    assert session("--seed", 9) == 2
+    assert "no such run" in capsys.readouterr().err
+    assert not (place / "results").exists()
+    (place / "results").write_text("a file")
+    assert session() == 2
+    assert "--results results cannot be made" in capsys.readouterr().err
+
+
+def test_an_earlier_archive_with_a_broken_byte_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "rows.json").write_text(json.dumps([f"{n * n * 7919 % 1000003}" for n in range(4000)]))
+    with tarfile.open(place / "broken.tar.xz", "w:xz") as archive:
+        archive.add(place / "rows.json", "rows.json")
+    raw = bytearray((place / "broken.tar.xz").read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    (place / "broken.tar.xz").write_bytes(raw)
+    assert session("--earlier", place / "broken.tar.xz") == 2
+    assert "is no results.tar.xz" in capsys.readouterr().err

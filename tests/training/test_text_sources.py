@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.models.load import LoadedModel
@@ -103,3 +105,24 @@ def test_other_tokenizers_and_broken_files_are_refused(pack: Path, tmp_path: Pat
             TokenPack(path)
     with pytest.raises(ConfigError, match="one held_out"):
         write_pack(tmp_path / "p.safetensors", [settings(), settings(held_out=0.2)], texts(), TOKENIZER)
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"held_out": None}, {"tokenizer": None}])
+def test_a_pack_of_another_version_or_without_a_record_is_refused(
+    pack: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    with safe_open(pack, framework="np") as file:
+        record = json.loads(file.metadata()["nosa_sys"]) | change
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    record = {name: value for name, value in record.items() if value is not None}
+    save_file(tensors, tmp_path / "strange.safetensors", metadata={"nosa_sys": json.dumps(record)})
+    with pytest.raises(ConfigError, match=r"strange.safetensors is no token pack"):
+        TokenPack(tmp_path / "strange.safetensors")
+
+
+def test_a_position_beyond_the_end_of_a_pack_is_refused(pack: Path) -> None:
+    """A run goes on from a pack of fewer steps than it has done."""
+    sequences = TokenPack(pack).sequences(settings(), TOKENIZER)
+    sequences.restore({"n_drawn": 19})
+    with pytest.raises(ConfigError, match="the token pack ends after 18 sequences"):
+        sequences.next()
