@@ -22,24 +22,26 @@ from nosa_sys.training.selection_triton import select_causal
 TINY = SparseConfig(16, 16, 8, topk=4, init_blocks=1, window_size=16, select_blocks=1)
 WIDE = SparseConfig(64, 32, 16, topk=3, init_blocks=0, window_size=64, select_blocks=2)
 UNEVEN = SparseConfig(48, 16, 8, topk=3, init_blocks=0, window_size=48, select_blocks=2)
-# name, tokens, query heads, KV heads, channels, budgets, method, biased
+# name, tokens, query heads, KV heads, channels, budgets, method, mean of the betas (None: none)
 CASES = (
-    ("nosa", 130, 3, 1, 16, TINY, "nosa", True),
-    ("two-kv-heads", 97, 4, 2, 8, TINY, "nosa", True),
-    ("infllmv2", 96, 2, 1, 16, TINY, "infllmv2", False),
-    ("dma", 100, 2, 1, 24, TINY, "dma", True),
-    ("blocks-of-64", 256, 2, 1, 16, WIDE, "nosa", True),
-    ("blocks-of-48", 200, 2, 1, 16, UNEVEN, "nosa", True),
-    ("dense-biased", 75, 4, 2, 16, TINY, "full", True),
-    ("short", 5, 2, 1, 16, TINY, "nosa", True),
+    ("nosa", 130, 3, 1, 16, TINY, "nosa", 0),
+    ("two-kv-heads", 97, 4, 2, 8, TINY, "nosa", 0),
+    ("infllmv2", 96, 2, 1, 16, TINY, "infllmv2", None),
+    ("dma", 100, 2, 1, 24, TINY, "dma", 0),
+    ("blocks-of-64", 256, 2, 1, 16, WIDE, "nosa", 0),
+    ("blocks-of-48", 200, 2, 1, 16, UNEVEN, "nosa", 0),
+    ("dense-biased", 75, 4, 2, 16, TINY, "full", 0),
+    ("short", 5, 2, 1, 16, TINY, "nosa", 0),
+    ("large-betas", 70, 2, 1, 8, TINY, "nosa", 100),  # exp of them overflows fp32
+    ("dense-large-betas", 38, 2, 1, 8, TINY, "full", 100),
 )
 
 
-def errors(name, n_tokens, n_q_heads, n_kv_heads, dim, cfg, method, biased):
+def errors(name, n_tokens, n_q_heads, n_kv_heads, dim, cfg, method, mean):
     rng = torch.Generator().manual_seed(len(name) + n_tokens)
     sizes = [(n_tokens, n_q_heads, dim), (n_tokens, n_kv_heads, dim), (n_tokens, n_kv_heads, dim)]
     whole = [torch.randn(size, generator=rng) for size in sizes] + [
-        2 * torch.randn(n_tokens, n_kv_heads, generator=rng)
+        (mean or 0) + 2 * torch.randn(n_tokens, n_kv_heads, generator=rng)
     ]
     selected = select(whole[0], whole[1], whole[3], cfg, get_method(method))
     ids = None if selected is None else selected.block_ids
@@ -47,9 +49,9 @@ def errors(name, n_tokens, n_q_heads, n_kv_heads, dim, cfg, method, biased):
     results = []
     for way, dtype in (("sdpa", torch.float64), ("triton", torch.float32)):
         leaves = [x.to(dtype).requires_grad_() for x in whole]
-        out = attend(way, *leaves[:3], leaves[3] if biased else None, ids, cfg.block_size)
+        out = attend(way, *leaves[:3], leaves[3] if mean is not None else None, ids, cfg.block_size)
         (out * slope).sum().backward()
-        results.append([out.detach(), *(x.grad for x in (leaves if biased else leaves[:3]))])
+        results.append([out.detach(), *(x.grad for x in (leaves if mean is not None else leaves[:3]))])
     return [float((got.double() - right).norm() / right.norm()) for right, got in zip(*results, strict=True)]
 
 
@@ -67,6 +69,15 @@ def different_picks(n_tokens, n_q_heads, n_kv_heads, dim, cfg, method):
     return {"sparse": len(reports), "different": int((right != got).sum()), "reports": int((reports >= 0).sum())}
 
 
+def reported(cfg):
+    """[query, KV head] of the reports of NaN where one query of one head is NaN."""
+    rng = torch.Generator().manual_seed(0)
+    q, key_means = torch.randn(100, 4, 8, generator=rng), torch.randn(2, cfg.n_windows(100), 8, generator=rng)
+    q[90, 1] = float("nan")
+    _, reports = select_causal(q, key_means, torch.zeros(2, key_means.shape[1]), cfg, get_method("infllmv2"))
+    return [[int(row) + 100 - len(reports), int(head)] for row, head in (reports >= 0).nonzero()]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for case in CASES:
@@ -75,3 +86,4 @@ if __name__ == "__main__":
         selection_triton._SCORE_BYTES = bound
         for sizes in ((150, 6, 2, 16, TINY, "nosa"), (133, 3, 1, 8, TINY, "infllmv2"), (300, 4, 1, 16, UNEVEN, "nosa")):
             print(json.dumps({"case": "selection", **different_picks(*sizes)}), flush=True)
+    print(json.dumps({"case": "nan", "reported": reported(TINY)}))

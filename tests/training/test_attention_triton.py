@@ -29,22 +29,25 @@ ALL_SPECS = [*attention_triton.AOT_SPECS, *selection_triton.AOT_SPECS]
 
 
 def test_the_interpreter_agrees() -> None:
-    """Attention against torch's in float64: output, then the gradients of q, k, v and beta. Selection against the
-    reference: every pick, in one chunk of queries and in many."""
+    """Attention against torch's in float64: output, then the gradients of q, k, v and beta; case 13: betas about 100,
+    which scores in fp32 carry to 2^-17. Selection against the reference: every pick, in one chunk of queries and in
+    many; case 25: a NaN query is reported at its place."""
     runner = Path(__file__).with_name("run_attention_kernels.py")
     command = [sys.executable, str(runner)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     cases: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert cases.pop() == {"case": "nan", "reported": [[90, 0]]}
     selections = [case for case in cases if case["case"] == "selection"]
     cases = [case for case in cases if case["case"] != "selection"]
-    assert (len(cases), len(selections)) == (8, 6)
+    assert (len(cases), len(selections)) == (10, 6)
     for case in selections:
         assert case["sparse"] > 60, case
         assert (case["different"], case["reports"]) == (0, 0), case
     for case in cases:
         assert len(case["errors"]) == (4 if case["case"] == "infllmv2" else 5), case
-        assert max(case["errors"]) < 2e-6, case
+        bound = 2e-5 if "large" in case["case"] else 2e-6
+        assert all(error < bound for error in case["errors"]), case  # max() would pass a NaN over
 
 
 @pytest.mark.parametrize("spec", [pytest.param(spec, id=spec.name) for spec in ALL_SPECS])
