@@ -209,3 +209,60 @@ def test_buffers_of_results_are_bounded_and_given_back() -> None:
     assert results._ring("packed", tensors[0]) is other
     results.release()
     assert not results._rings
+
+
+class _Copying:
+    """An event of a copy through all rings; waiting for it notes how many of them are still there."""
+
+    def __init__(self, results: StepResults) -> None:
+        self._results, self.rings = results, []
+
+    def synchronize(self) -> None:
+        self.rings.append(len(self._results._rings))
+
+
+@pytest.mark.parametrize("n_shapes", [4, 1])
+def test_case_09_no_buffer_is_given_back_while_a_copy_runs_through_it(n_shapes: int) -> None:
+    """By a fifth shape or by ``release``: the copy is waited for first, with all buffers in place."""
+    results = StepResults(torch.device("cpu"))
+    copying = _Copying(results)
+    for width in range(n_shapes):
+        results._ring("window_scores", torch.zeros(2, width))
+    results._last.append(copying)
+    if n_shapes == 4:
+        results._ring("window_scores", torch.zeros(2, 9))
+    else:
+        results.release()
+    assert copying.rings == [n_shapes]
+
+
+def test_case_14_steps_after_the_recording_neither_run_old_graphs_nor_send_scores(tmp_path: Path) -> None:
+    """Stopped while a step is on its way: it is read and recorded, then the graphs and buffers go."""
+    recorder = Recorder(tmp_path / "t")
+    engine = Engine(tiny_model(12), SMALL, recorder=recorder, record_scores=True, runner="kernels", schedule="fused_kv")
+    engine._runner.looks_ahead = True
+    engine.add(random_tokens(120, 1), 40)
+    for _ in range(10):
+        engine.step()
+    runner, in_flight, sent = engine._runner, [], []
+    stop, send = runner.stop_recording, runner._results.send
+
+    def stopped() -> None:
+        in_flight.append(len(runner._in_flight))
+        stop()
+
+    def noted(tensors: dict[str, torch.Tensor]) -> object:
+        sent.append(set(tensors))
+        return send(tensors)
+
+    runner.stop_recording, runner._results.send = stopped, noted
+    assert len(runner._in_flight) == 1
+    old = list(runner._graphs.values())
+    engine.stop_recording()
+    recorder.close()
+    engine.run()
+    assert in_flight == [0]
+    assert sent
+    assert not any(names & {"window_scores", "new_beta_means"} for names in sent)
+    assert not [graph for graph in runner._graphs.values() if any(graph is one for one in old)]
+    assert Trace.open(tmp_path / "t").meta.n_steps == 11
