@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from nosa_sys.errors import HardwareError
+from nosa_sys.kv_format import KvFormat
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.engine_cost import EngineCostModel
 from nosa_sys.simulator.engine_terms import EngineTerms, MatrixTimes, term_names
 from nosa_sys.simulator.hardware import load_hardware
+from nosa_sys.simulator.host_storage import HostStorage
+from nosa_sys.simulator.link import LINK_NUMBERS, LinkDescription
 from nosa_sys.simulator.schedules import get_schedule
 from nosa_sys.simulator.simulate import cost_model, price
 from nosa_sys.simulator.workload import Workload
@@ -101,6 +104,42 @@ def test_another_link_moves_the_engines_fetches_too(schedule: str) -> None:
     slow = dataclasses.replace(profile, engine=given).with_h2d_gbps(profile.h2d_gbps / 2)
     found = price([(workload(4, 8), slow)], get_schedule(schedule))[0].step_time_us
     assert found == pytest.approx(2 * (3 + 2 * 20 * 8 * BLOCK_BYTES / 1e6))
+
+
+@pytest.mark.parametrize("schedule", ["fused_kv", "split_merge"])
+def test_a_link_shifts_the_engines_launches_and_shares_both_directions(schedule: str) -> None:
+    """4 us more a launch at half the bandwidth, on both paths; the share of the link, where the device keeps more."""
+    profile = load_hardware("h200")
+    given = terms(fetch_alone_us_per_mb=20, fetch_beside_us_per_mb=20, fetch_alone_fixed_us=3, fetch_beside_fixed_us=3)
+    link = LinkDescription(
+        "hand",
+        profile.h2d_fixed_us + 4,
+        profile.link_gbps / 2,
+        1.0,
+        10.0,
+        0.6,
+        None,
+        dict.fromkeys(LINK_NUMBERS, "hand"),
+    )
+    moved = dataclasses.replace(profile, engine=given).with_link(link)
+    found = price([(workload(4, 8), moved)], get_schedule(schedule))[0].step_time_us
+    assert found == pytest.approx(2 * (7 + 2 * 20 * 8 * BLOCK_BYTES / 1e6))
+    assert moved.engine is not None
+    assert moved.engine.sharing.duplex_factor == 0.6
+
+
+def test_the_engine_moves_and_converts_blocks_of_the_hosts_format() -> None:
+    """A layer fetches 8 blocks of 8,704 bytes and writes 4; each converts 41,472 bytes in 1 us, 5 us a launch."""
+    whole = workload(4, 8)
+    filled = np.full((1, SHAPE.n_layers), 4, dtype=np.int64)
+    work = dataclasses.replace(whole, loads=dataclasses.replace(whole.loads, filled_blocks=filled))
+    work = work.stored_as(HostStorage(KvFormat.parse("int4"), dequant_gbps=41.472, dequant_fixed_us=5.0))
+    profile = dataclasses.replace(load_hardware("h200"), engine=terms(fetch_alone_us_per_mb=20.0))
+    found = price([(work, profile)], get_schedule("fused_kv"))[0]
+    assert (found.h2d_bytes_total, found.d2h_bytes_total) == (2 * 8 * 8704, 2 * 4 * 8704)
+    assert found.h2d_exposed_us == pytest.approx(2 * 20 * 8 * 8704 / 1e6)
+    assert found.conversion_us == pytest.approx(2 * (8 + 5 + 4 + 5))
+    assert found.status == "projected"
 
 
 def test_a_layer_that_misses_waits_once_more_however_many_launches() -> None:
