@@ -48,6 +48,12 @@ def head_matrix(shape: ModelShape) -> tuple[int, int]:
     return shape.vocab_size, shape.hidden_size
 
 
+def untimed_matrices(shape: ModelShape, terms: EngineTerms) -> list[str]:
+    """Products of a step, as "output x input features", that the profile has no times of: the roofline prices them."""
+    products = dict.fromkeys((*layer_matrices(shape), head_matrix(shape)))
+    return [f"{n} x {k}" for n, k in products if terms.matrix(n, k) is None]
+
+
 def select_features(
     shape: ModelShape, sparse: SparseConfig, method: str, slots: int, n_rows: np.ndarray, context_tokens: np.ndarray
 ) -> Floats:

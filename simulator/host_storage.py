@@ -6,7 +6,6 @@ to the device's format and before a filled block is written back.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,8 @@ from nosa_sys.errors import ConfigError
 from nosa_sys.kv_format import KvFormat
 from nosa_sys.simulator.hardware import HardwareProfile
 from nosa_sys.simulator.step_times import Conversion, Floats
+
+_MOST = 1e12
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class HostStorage:
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value < math.inf:
-                raise ConfigError(f"{name}={value!r} must be a finite number >= {lowest:g}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= _MOST:
+                raise ConfigError(f"{name}={value!r} must be a finite number in [{lowest:g}, {_MOST:g}]")
 
     def speed(self, hardware: HardwareProfile) -> tuple[float, float]:
         """(GB/s, us a launch) on a machine."""

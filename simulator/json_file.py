@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
         n_bytes = path.stat().st_size
         if n_bytes > max_bytes:
             raise HardwareError(f"{path} has {n_bytes} bytes, more than the limit of {max_bytes}")
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant, parse_int=_whole)
     except (OSError, ValueError, RecursionError) as error:
         raise HardwareError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
@@ -26,3 +27,10 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not allowed")
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if abs(value) > sys.float_info.max:
+        raise ValueError(f"{text[:20]}... of {len(text)} digits is too large a number")
+    return value

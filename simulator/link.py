@@ -17,6 +17,7 @@ from nosa_sys.simulator.json_file import read_json_object
 
 OWN_LINK = "own"  # the link that a profile was measured on
 MAX_LINK_BYTES = 2**16
+MAX_NUMBER = 1e18  # above any link or memory; sums of such numbers stay finite
 LINK_NUMBERS = ("h2d_fixed_us", "h2d_gbps", "d2h_fixed_us", "d2h_gbps", "duplex_factor")
 _BUILT_IN = Path(__file__).parent / "links"
 _TEXTS = ("name", "notes", "sources")
@@ -81,7 +82,7 @@ def _number(key: str, value: Any, path: Path) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise HardwareError(f"{path}: {key}={value!r} must be a finite number")
-    low, high = {"duplex_factor": (0.5, 1.0)}.get(key, (0.0 if key.endswith("_us") else 1e-9, math.inf))
+    low, high = {"duplex_factor": (0.5, 1.0)}.get(key, (0.0 if key.endswith("_us") else 1e-9, MAX_NUMBER))
     if not low <= value <= high:
         raise HardwareError(f"{path}: {key}={value!r} must be in [{low:g}, {high:g}]")
     return float(value)

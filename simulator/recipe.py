@@ -164,6 +164,7 @@ class Range(StrictModel):
 
 
 _WHOLE_RANGES = ("topk", "context", "batch")
+_MAX_COUNT = 2**31 - 1
 
 
 class Sobol(StrictModel):
@@ -179,6 +180,13 @@ class Sobol(StrictModel):
     slots: Range | None = None
     batch: Range | None = None
     h2d_gbps: Range | None = None
+
+    @field_validator(*_WHOLE_RANGES)
+    @classmethod
+    def _countable(cls, limits: Range | None) -> Range | None:
+        if limits is not None and not (limits.low >= 1 and limits.high <= _MAX_COUNT):
+            raise ValueError(f"low={limits.low:g} and high={limits.high:g} must be in [1, {_MAX_COUNT}]")
+        return limits
 
     def ranges(self) -> dict[str, Range]:
         """The ranges in use, in their fixed order."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from nosa_sys.errors import ConfigError
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.cost_model import CostModel
-from nosa_sys.simulator.engine_cost import EngineCostModel
+from nosa_sys.simulator.engine_cost import EngineCostModel, untimed_matrices
 from nosa_sys.simulator.grid import check_grid
 from nosa_sys.simulator.hardware import HardwareProfile, load_hardware
 from nosa_sys.simulator.host_storage import host_storage
@@ -192,6 +192,12 @@ def _rules(workload: Workload, schedule: Schedule, profile: HardwareProfile) -> 
         rules.append(f"sizes of {workload.shape.name} that are assumed: {', '.join(workload.shape.assumed)}")
     if workload.storage is not None:
         rules.append(workload.storage.rule(workload.host_block_bytes, workload.device_block_bytes, profile))
+    untimed = [] if profile.engine is None else untimed_matrices(workload.shape, profile.engine)
+    if untimed:
+        rules.append(
+            f"{profile.name} timed no matrices of {workload.shape.name} ({', '.join(untimed)}): the roofline of single "
+            "kernels prices them, and nothing says how well its other terms fit this model"
+        )
     if profile.link != OWN_LINK:
         rules.append(
             f"link {profile.link} instead of that of {profile.name}, never measured together: "

@@ -17,13 +17,15 @@ from typing import Any
 
 import nosa_sys
 from nosa_sys.errors import ConfigError, NosaError
+from nosa_sys.model_shape import ModelShape
 from nosa_sys.simulator.backends import check_backend, run_jobs
 from nosa_sys.simulator.grid import check_grid
+from nosa_sys.simulator.locality.fitted import FittedLocality
 from nosa_sys.simulator.recipe import Recipe, load_recipe
 from nosa_sys.simulator.schedules import Schedule
 from nosa_sys.simulator.simulate import open_source, price
 from nosa_sys.simulator.sources import Source
-from nosa_sys.simulator.sweep_plan import Configuration, Group, base_workload, plan
+from nosa_sys.simulator.sweep_plan import Configuration, Group, base_workload, plan, profiles
 from nosa_sys.simulator.sweep_results import RESULTS_FILE, SUMMARY_FILE, predicted_row, refused_row, write_results
 from nosa_sys.simulator.workload import Workload
 from nosa_sys.traces.reader import Trace
@@ -182,8 +184,14 @@ def _read_back(path: Path, group: Group) -> list[dict[str, Any]] | None:
 
 
 def _fingerprint(recipe: Recipe, meta: TraceMeta | None) -> str:
-    """Names what a finished group depends on: the recipe, the trace's files, the program's version."""
+    """Names what a finished group depends on: the recipe, what the files that it names hold, the program's version."""
     identity: dict[str, Any] = {"recipe": recipe.model_dump(), "version": nosa_sys.__version__}
+    identity["hardware"] = [repr(profile) for profile in profiles(recipe).values()]
+    identity["shapes"] = [repr(ModelShape.resolve(name)) for name in recipe.axes.model_shape or ()]
+    if recipe.base.synthetic is not None:
+        locality = recipe.base.synthetic.build_locality()
+        identity["locality"] = locality.to_json() if isinstance(locality, FittedLocality) else repr(locality)
+        identity["shapes"].append(repr(ModelShape.resolve(recipe.base.synthetic.model_shape)))
     if meta is not None:
         directory = Path(str(recipe.base.trace))
         parts = sorted(directory.glob("*/part-*.parquet"))

@@ -53,19 +53,24 @@ def base_workload(recipe: Recipe) -> SyntheticWorkload | str:
     )
 
 
+def profiles(recipe: Recipe) -> dict[tuple[str | None, str | None], HardwareProfile]:
+    """Every device of a recipe on every link, by their names as written."""
+    axes = recipe.axes.given()
+    found = {
+        (name, link): load_hardware(name).with_link(link)
+        for name in axes.get("hardware", [recipe.hardware])
+        for link in axes.get("link", [recipe.link])
+    }
+    return {key: profile.extrapolating() for key, profile in found.items()} if recipe.extrapolate else found
+
+
 def plan(recipe: Recipe, meta: TraceMeta | None) -> list[Group]:
     """All configurations of a recipe in groups. ``meta`` is that of the base trace, None for a synthetic base.
 
     Raises NosaError for what no configuration can survive: an unknown model, hardware or policy, no bandwidth.
     """
     axes = recipe.axes.given()
-    hardware = {
-        (name, link): load_hardware(name).with_link(link)
-        for name in axes.get("hardware", [recipe.hardware])
-        for link in axes.get("link", [recipe.link])
-    }
-    if recipe.extrapolate:
-        hardware = {key: profile.extrapolating() for key, profile in hardware.items()}
+    hardware = profiles(recipe)
     for name in axes.get("host_kv_dtype", [recipe.host_kv_dtype]):
         host_storage(name)
     bandwidth_given = recipe.h2d_gbps is not None or "h2d_gbps" in recipe.names()

@@ -19,7 +19,8 @@ from nosa_sys.simulator.hardware import load_hardware
 from nosa_sys.simulator.host_storage import HostStorage
 from nosa_sys.simulator.link import LINK_NUMBERS, LinkDescription
 from nosa_sys.simulator.schedules import get_schedule
-from nosa_sys.simulator.simulate import cost_model, price
+from nosa_sys.simulator.simulate import cost_model, price, simulate
+from nosa_sys.simulator.sources import SyntheticWorkload
 from nosa_sys.simulator.workload import Workload
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import LayerStepMisses
@@ -232,3 +233,15 @@ def test_a_broken_engine_file_is_named(tmp_path: Path, change, message: str) -> 
     (tmp_path / "b" / "engine.json").write_text(json.dumps(data))
     with pytest.raises(HardwareError, match=message):
         load_hardware(tmp_path / "b")
+
+
+def test_a_model_whose_matrices_were_not_timed_is_said_to_be() -> None:
+    """The bundle timed matrices of nosa-8b and llama-3-8b alone."""
+
+    def told(model_shape: str) -> list[str]:
+        work = SyntheticWorkload(ModelShape.preset(model_shape), SPARSE, context=8192, batch=2, steps=2)
+        return [rule for rule in simulate(work, hardware="h200-engine").rules if "timed no matrices" in rule]
+
+    assert told("nosa-8b") == told("llama-3-8b") == []
+    (rule,) = told("smollm2-135m")  # hidden 576, 9 and 3 heads of 64, MLP 1536, vocabulary 49152
+    assert "(960 x 576, 576 x 576, 3072 x 576, 576 x 1536, 49152 x 576)" in rule

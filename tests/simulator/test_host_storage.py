@@ -10,6 +10,7 @@ import pytest
 from nosa_sys import ModelShape, SparseConfig, simulate
 from nosa_sys.errors import ConfigError
 from nosa_sys.simulator.hardware import load_hardware
+from nosa_sys.simulator.host_storage import host_storage
 from nosa_sys.simulator.schedules import SCHEDULES, get_schedule
 from nosa_sys.simulator.simulate import price
 from nosa_sys.simulator.sources import Request, SyntheticSource, SyntheticWorkload
@@ -122,3 +123,9 @@ def test_formats_priced_together_cost_what_they_cost_alone() -> None:
 def test_bad_formats_and_costs_are_refused(make_table, tiny_shape, given, words) -> None:
     with pytest.raises(ConfigError, match=words):
         simulate(make_table(misses_of()), hardware="ideal", h2d_gbps=1.0, model_shape=tiny_shape, **given)
+
+
+@pytest.mark.parametrize("name", ["dequant_gbps", "dequant_fixed_us"])
+def test_conversion_costs_stay_summable(name):
+    with pytest.raises(ConfigError, match=rf"{name}=1e\+308 must be a finite number in"):
+        host_storage("int4", **{name: 1e308})

@@ -114,6 +114,9 @@ def test_a_faster_link_is_never_slower(make_table, tiny_shape, name):
         ({"duplex_factor": {"value": 0.4, "source": "x"}}, r"duplex_factor=0\.4"),
         ({"d2h_fixed_us": {"value": -1, "source": "x"}}, "d2h_fixed_us"),
         ({"name": "own"}, "name"),
+        ({"h2d_gbps": {"value": 10**400, "source": "x"}}, "401 digits"),
+        ({"h2d_gbps": {"value": 1e300, "source": "x"}}, "h2d_gbps"),
+        ({"host_memory_bytes": {"value": 1e300, "source": "x"}}, "host_memory_bytes"),
     ],
 )
 def test_files_that_are_no_links_are_named(link_file, changes, words):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nosa_sys.errors import ConfigError
+from nosa_sys.simulator import link as link_module
+from nosa_sys.simulator import sweep as sweep_module
 from nosa_sys.simulator.recipe import parse_recipe
 from nosa_sys.simulator.simulate import simulate
 from nosa_sys.simulator.sweep import sweep
@@ -74,3 +79,31 @@ def test_rows_outside_the_grid_are_refused_or_labelled(tmp_path):
     assert (outside["refused"], outside["status"]) == ("", "projected")
     assert outside["extrapolated"] == "batch 300 is above 256, the highest in gemm of h200"
     assert result.summary["n_extrapolated"] == 1
+
+
+@pytest.mark.parametrize("limits", [{"low": 1, "high": 1e300}, {"low": 0.2, "high": 4}])
+@pytest.mark.parametrize("name", ["topk", "context", "batch"])
+def test_ranges_of_counts_hold_counts(name, limits):
+    with pytest.raises(ConfigError, match=rf"sobol\.{name}: .*must be in \[1, 2147483647\]"):
+        parse_recipe(changed(axes=None, sobol={"points": 8, name: limits | {"log": True}}))
+
+
+def test_a_link_that_was_edited_does_not_resume_from_its_old_rows(tmp_path, monkeypatch):
+    link = tmp_path / "link.json"
+    document = json.loads((Path(link_module.__file__).parent / "links" / "pcie4-x16.json").read_text())
+    recipe = parse_recipe(changed(link=str(link), axes={"batch": [1, 2]}))
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    link.write_text(json.dumps(document))
+    monkeypatch.setattr(sweep_module, "write_results", dies)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(recipe, tmp_path / "out", workers=1)
+    monkeypatch.undo()
+    document["h2d_gbps"]["value"] /= 4
+    link.write_text(json.dumps(document))
+    sweep(recipe, tmp_path / "out", workers=1)
+    row = rows_of(tmp_path / "out")[0]
+    alone = simulate(base_workload(recipe), hardware="h200-provisional", link=str(link), batch=1)
+    assert row["step_time_us"] == alone.step_time_us
