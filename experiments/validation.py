@@ -245,8 +245,10 @@ def summarise(rows: list[dict[str, Any]], limits: dict[str, float | None]) -> di
     passed = [
         f"{name} error {found[name]:.1%} exceeds {limit:.1%}"
         for name, limit in limits.items()
-        if limit is not None and (value := found[name]) is not None and value > limit
+        if limit is not None and (value := found[name]) is not None and not value <= limit
     ]
+    if not compared:
+        passed.append("no cell was compared")
     failed = sum(row["failed"] is not None for row in rows)
     if failed:
         passed.append(f"{failed} of {len(rows)} cells failed")

@@ -120,6 +120,9 @@ def test_summary_by_hand() -> None:
     nothing = summarise([{"error": None, "failed": "why"}], {"median": 0.15})
     assert not nothing["ok"]
     assert nothing["errors"]["median"] is None
+    assert summarise([], {"median": 0.15})["exceeded"] == ["no cell was compared"]
+    undefined = summarise([*rows, rows[0] | {"error": float("nan")}], {"median": 0.25, "p90": None, "worst": None})
+    assert undefined["exceeded"] == ["median error nan% exceeds 25.0%"]
 
 
 @pytest.mark.parametrize(
