@@ -54,6 +54,10 @@ class ForcedTokens:
                 f"its {TOKENS_FILE} to force its tokens all the same"
             )
         shortest = min(map(len, rows))
+        if not shortest:
+            raise ConfigError(
+                "force_tokens: a sequence without a token forces nothing; give at least one token for each"
+            )
         if self.source in (DOCUMENT, "trace") and shortest < new_tokens:
             remedy = "lower --max-prompt-tokens or --max-new-tokens" if self.source == DOCUMENT else "ask for fewer"
             raise ConfigError(
@@ -107,4 +111,6 @@ def _rows(path: Path, text: str) -> tuple[tuple[int, ...], ...]:
     for row in rows:
         if not isinstance(row, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in row):
             raise ConfigError(f"{path} must hold a list of token ids, or a list of such lists")
+        if wrong := [t for t in row if not 0 <= t < 2**31]:
+            raise ConfigError(f"{path} holds {str(wrong[0])[:40]}, which is no token id: they lie in [0, 2^31)")
     return tuple(tuple(row) for row in rows)

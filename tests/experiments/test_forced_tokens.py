@@ -104,3 +104,25 @@ def test_a_text_may_be_shorter_than_what_is_asked_for(loaded: LoadedModel, tmp_p
     assert tokens_of(trace)[0][:3] == loaded.tokenizer.encode("abc", begin=False)
     assert len(tokens_of(trace)[0]) == 5
     assert (trace.meta.forced_tokens["source"], trace.meta.forced_tokens["tokens"]) == ("text", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[]]", "forces nothing"),
+        ("9" * 30, "must hold"),
+        (f"[{'9' * 30}]", "is no token id"),
+        ("[-1]", "is no token id"),
+    ],
+)
+def test_ids_that_are_none_are_refused(loaded: LoadedModel, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "ids.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        capture(loaded, tmp_path / "out", 200, 8, force_tokens=read_force_tokens(tmp_path / "ids.json"))
+
+
+def test_an_empty_text_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Its trace would say that tokens were forced, and hold the model's own."""
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ConfigError, match="forces nothing"):
+        capture(loaded, tmp_path / "out", 200, 8, force_tokens=read_force_tokens(tmp_path / "empty.txt"))
