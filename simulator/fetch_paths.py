@@ -73,14 +73,18 @@ class FetchPaths:
         return sorted(found, key=lambda one: (one.time_us is None, one.time_us or 0.0))
 
     def crossover(self, run_bytes: int) -> int | None:
-        """The fewest runs (of the measured counts) from which the copy engine beats the gather; None where it never
-        does, or where either was not measured."""
+        """The fewest runs from which the copy engine beats the gather at this and every larger measured count; None
+        where the largest count at which both were measured goes to the gather, or where there is none."""
         counts = sorted({n for sizes in self._us.values() for by_count in sizes.values() for n in by_count})
-        for count in counts:
+        found = None
+        for count in reversed(counts):
             dma, gather = (self.time(path, run_bytes, count).time_us for path in ("dma", "uva"))
-            if dma is not None and gather is not None and dma < gather:
-                return count
-        return None
+            if dma is None or gather is None:
+                continue
+            if dma >= gather:
+                break
+            found = count
+        return found
 
 
 def _interpolated(points: dict[int, float], at: int) -> float | None:

@@ -161,6 +161,25 @@ def test_the_copy_engine_wins_where_it_was_faster_and_never_on_the_h200(tmp_path
     assert changed.compare(65536, 64)[0].path == "dma"
 
 
+def test_the_copy_engine_wins_from_where_it_keeps_winning(tmp_path):
+    """A count at which it is faster by chance, with a slower one above it, is no crossover."""
+    shutil.copytree(H200, tmp_path / "b")
+    measured = pq.read_table(H200 / "link_runs.parquet").to_pandas()
+    dma = (measured["path"] == "dma") & (measured["direction"] == "h2d") & (measured["run_bytes"] == 65536)
+    counts = sorted(measured.loc[dma, "n_runs"].unique())
+    for fast, expected in (
+        (counts[:1], None),
+        (counts[1:3], None),
+        (counts[-2:], counts[-2]),
+        ([counts[0], *counts[-1:]], counts[-1]),
+        (counts, counts[0]),
+    ):
+        table = measured.copy()
+        table.loc[dma & table["n_runs"].isin(fast), "median_us"] = 1e-3
+        table.to_parquet(tmp_path / "b" / "link_runs.parquet")
+        assert FetchPaths(tmp_path / "b").crossover(65536) == expected, fast
+
+
 def test_the_cliff_of_small_fragments_is_visible():
     """The copy engine falls more than fivefold from 64 KiB runs to 8 KiB; the reference's 256-byte rows: not timed."""
     rows = {
