@@ -34,11 +34,11 @@ class ForcedTokens:
     def resolve(
         self, documents: Sequence[str], prompts: Sequence[Sequence[int]], new_tokens: int, tokenizer: Tokenizer
     ) -> list[tuple[int, ...]]:
-        """Token ids to force, one tuple a prompt, at most ``new_tokens`` each.
+        """Token ids to force, one tuple a prompt, ``new_tokens`` each.
 
-        ``documents`` are the texts whose first tokens are the ``prompts``. ConfigError where a document or a trace has
-        fewer than ``new_tokens`` to force (model output, which differs between settings, would follow), where a trace's
-        prompts are others, and where the numbers of sequences differ.
+        ``documents`` are the texts whose first tokens are the ``prompts``. ConfigError where there are fewer than
+        ``new_tokens`` to force (model output, which differs between settings, would follow), where a trace's prompts
+        are others, and where the numbers of sequences differ.
         """
         if self.source == DOCUMENT:
             rows = [tuple(tokenizer.encode(d)[len(p) :]) for d, p in zip(documents, prompts, strict=True)]
@@ -58,10 +58,11 @@ class ForcedTokens:
             raise ConfigError(
                 "force_tokens: a sequence without a token forces nothing; give at least one token for each"
             )
-        if self.source in (DOCUMENT, "trace") and shortest < new_tokens:
-            remedy = "lower --max-prompt-tokens or --max-new-tokens" if self.source == DOCUMENT else "ask for fewer"
+        if shortest < new_tokens:
+            holder = "shortest sequence" if self.source == "tokens" else self.source
+            lower = "--max-prompt-tokens or --max-new-tokens" if self.source == DOCUMENT else "--max-new-tokens"
             raise ConfigError(
-                f"force_tokens: the {self.source} has {shortest} tokens to force, max_new_tokens={new_tokens}; {remedy}"
+                f"force_tokens: the {holder} has {shortest} tokens to force, max_new_tokens={new_tokens}; lower {lower}"
             )
         rows = rows * len(prompts) if len(rows) == 1 else rows
         return [row[:new_tokens] for row in rows]

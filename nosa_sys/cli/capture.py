@@ -55,7 +55,7 @@ def command(
             "--force-tokens",
             metavar="document|DIR|FILE",
             help="Decode given tokens, whatever the model says: what follows the prompt in its file, those of another "
-            "trace, a text, or a .json of token ids.",
+            "trace, a text, or a .json of token ids; at least --max-new-tokens for each prompt.",
         ),
     ] = None,
     seed: Seed = None,

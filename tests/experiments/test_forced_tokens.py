@@ -97,13 +97,19 @@ def test_what_cannot_be_forced_is_refused(loaded: LoadedModel, tmp_path: Path) -
         read_force_tokens(tmp_path / "missing.txt")
 
 
-def test_a_text_may_be_shorter_than_what_is_asked_for(loaded: LoadedModel, tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("abc")
-    trace = capture(loaded, tmp_path / "trace", 200, 5, force_tokens=read_force_tokens(str(path)))
-    assert tokens_of(trace)[0][:3] == loaded.tokenizer.encode("abc", begin=False)
-    assert len(tokens_of(trace)[0]) == 5
+def test_a_text_or_ids_shorter_than_what_is_asked_for_are_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    """The model's own tokens, which differ between settings, would follow. As many as asked for are forced."""
+    (tmp_path / "text.txt").write_text("abc")
+    (tmp_path / "ids.json").write_text("[[5, 6, 7, 8]]")
+    text, ids = (read_force_tokens(tmp_path / name) for name in ("text.txt", "ids.json"))
+    with pytest.raises(ConfigError, match="the text has 3 tokens to force, max_new_tokens=4; lower --max-new-tokens"):
+        capture(loaded, tmp_path / "a", 200, 4, force_tokens=text)
+    with pytest.raises(ConfigError, match="the shortest sequence has 4 tokens to force, max_new_tokens=5"):
+        capture(loaded, tmp_path / "b", 200, 5, force_tokens=ids)
+    trace = capture(loaded, tmp_path / "c", 200, 3, force_tokens=text)
+    assert tokens_of(trace)[0] == loaded.tokenizer.encode("abc", begin=False)
     assert (trace.meta.forced_tokens["source"], trace.meta.forced_tokens["tokens"]) == ("text", 3)
+    assert tokens_of(capture(loaded, tmp_path / "d", 200, 3, force_tokens=ids)) == [[5, 6, 7]]
 
 
 @pytest.mark.parametrize(
