@@ -68,7 +68,9 @@ def fit(
 def check(
     model_name: Annotated[str, typer.Argument(metavar="MODEL", help="simple, fitted:NAME or fitted:FILE.json.")],
     traces: Traces,
-    block_size: Annotated[int | None, typer.Option("--block-size", help="Tokens a block (default: captured).")] = None,
+    block_size: Annotated[
+        int | None, typer.Option("--block-size", min=1, help="Tokens a block (default: captured).")
+    ] = None,
     draws: Annotated[int, typer.Option("--draws", min=1, help="Sequences drawn for each captured one.")] = 4,
     out_file: Annotated[Path | None, typer.Option("--out", help="Also write every figure as JSON.")] = None,
     seed: Seed = 1,
@@ -93,7 +95,7 @@ def check(
     for trace in opened[1:]:
         if (trace.meta.sparse, trace.meta.model) != (first.sparse, first.model):
             raise ConfigError(f"{trace.directory} has another model or other budgets than {traces[0]}; check it alone")
-    size = block_size or first.sparse.block_size
+    size = first.sparse.block_size if block_size is None else block_size
     captures = [sequence for trace in opened for sequence in captured_sequences(trace, size)]
     settings = standard_settings(first.sparse.with_block_size(size))
     with DecodeProgress(out.stderr()) as bar:

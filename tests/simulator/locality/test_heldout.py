@@ -122,6 +122,7 @@ def test_fit_and_check_from_the_command_line(trace_folder, tmp_path, capsys):
     assert sorted(load_fitted(path).processes) == [16, 32]
     assert run(["locality", "fit", str(trace_folder), "--out", str(path)]) == 2  # there already
     assert run(["locality", "fit", str(trace_folder), "--out", str(path), "--block-sizes", "a", "--overwrite"]) == 2
+    assert run(["locality", "check", f"fitted:{path}", str(trace_folder), "--block-size", "0"]) == 2
     out = tmp_path / "check.json"
     assert run(["locality", "check", f"fitted:{path}", str(trace_folder), "--draws", "1", "--out", str(out)]) == 0
     assert "drawn: projected" in capsys.readouterr().out
