@@ -17,6 +17,7 @@ import numpy as np
 
 from nosa_sys.errors import HardwareError
 from nosa_sys.simulator.json_file import read_json_object
+from nosa_sys.simulator.link import MAX_NUMBER
 from nosa_sys.simulator.rates import LinkSharing
 from nosa_sys.simulator.step_times import Floats
 
@@ -182,6 +183,8 @@ def _terms(entries: Any, path: Path) -> dict[str, tuple[float, str]]:
 def _number(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise HardwareError(f"{what}={value!r} must be a finite number >= 0")
+    if value > MAX_NUMBER:
+        raise HardwareError(f"{what}={value!r} is above the limit of {MAX_NUMBER:g}")
     return float(value)
 
 

@@ -16,13 +16,13 @@ from nosa_sys.errors import HardwareError
 from nosa_sys.simulator.bundle_tables import NO_TABLES, BundleTables, FitError, read_bundle_tables
 from nosa_sys.simulator.engine_terms import EngineTerms, read_engine_terms
 from nosa_sys.simulator.json_file import read_json_object
-from nosa_sys.simulator.link import LINK_NUMBERS, OWN_LINK, LinkDescription, load_link
+from nosa_sys.simulator.link import LINK_NUMBERS, MAX_NUMBER, OWN_LINK, LinkDescription, load_link
 from nosa_sys.simulator.rates import LinkSharing
 
 PROFILE_SCHEMA_VERSION = 1
 PROFILE_STATUSES = ("measured", "validated", "projected")
 MAX_PROFILE_BYTES = 2**20
-MIN_GBPS = 1e-9  # slower than a byte a second, times overflow
+MIN_GBPS = 1e-9  # slower than a byte a second, times overflow; likewise for TFLOP/s
 _BUILT_IN = Path(__file__).parent / "profiles"
 
 # null in models.json: "not limited by this" for speeds and memory; for h2d_gbps "the caller has to give it".
@@ -248,7 +248,10 @@ def _number(key: str, value: Any, where: Path) -> float | None:
         return None if key == "h2d_gbps" else math.inf
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise HardwareError(f"{where}: {key}={value!r} must be a finite number")
-    if key.endswith("_gbps") and 0 < value < MIN_GBPS:
+    if value > MAX_NUMBER:
+        unlimited = "; null means no limit" if key in _MAY_BE_NULL and key != "h2d_gbps" else ""
+        raise HardwareError(f"{where}: {key}={value!r} is above the limit of {MAX_NUMBER:g}{unlimited}")
+    if key.endswith(("_gbps", "_tflops")) and 0 < value < MIN_GBPS:
         raise HardwareError(f"{where}: {key}={value!r} is below the limit of {MIN_GBPS:g}")
     if value < 0 or (value == 0 and key in _POSITIVE):
         raise HardwareError(f"{where}: {key}={value!r} must be {'above 0' if key in _POSITIVE else '>= 0'}")

@@ -14,6 +14,7 @@ import pytest
 from nosa_sys.errors import HardwareError
 from nosa_sys.simulator import hardware
 from nosa_sys.simulator.hardware import known_profiles, load_hardware
+from nosa_sys.simulator.memory import MemoryUse
 
 BUILT_IN = Path(hardware.__file__).parent / "profiles"
 
@@ -105,6 +106,24 @@ def test_broken_bundles_name_file_and_key(bundle, file, change, name):
         load_hardware(directory)
     assert file in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("gpu_memory_bytes", 1e308), ("host_memory_bytes", 1.1e18), ("host_per_step_us", 1e200), ("gemm_tflops", 1e-300)],
+)
+def test_numbers_beyond_any_machine_are_refused_by_key(bundle, key, value):
+    """The batch that fits in 1e308 bytes is too large for a float; so is a product that takes a step."""
+    directory = bundle("models.json", lambda d: d[key].update(value=value))
+    with pytest.raises(HardwareError, match=rf"models\.json: {key}=.* the limit of 1e"):
+        load_hardware(directory)
+
+
+def test_the_largest_memory_gives_a_whole_batch(bundle):
+    limits = ("gpu_memory_bytes", "host_memory_bytes")
+    directory = bundle("models.json", lambda d: [d[key].update(value=1e18) for key in limits])
+    use = MemoryUse(0, slot_bytes=4, key_mean_bytes=0, beta_bytes=0, host_pool_bytes=1, batch=2)
+    assert use.batch_that_fits(load_hardware(directory)) == 5 * 10**17
 
 
 def test_missing_and_torn_files_are_named(bundle, tmp_path):
