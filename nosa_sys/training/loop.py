@@ -20,7 +20,7 @@ from nosa_sys.training import checkpoint
 from nosa_sys.training.export import ADAPTER, MODEL, check_rank, write_adapter, write_checkpoint
 from nosa_sys.training.model import TrainableModel
 from nosa_sys.training.recipe import TrainSettings
-from nosa_sys.training.text_sources import Sequences, TextSource
+from nosa_sys.training.text_sources import Sequences, TextSource, TokenPack
 
 LOSS_LOG, SUMMARY, TEXT_LIST = "loss.jsonl", "summary.json", "texts.json"
 OnRow = Callable[[dict[str, Any]], None]
@@ -40,8 +40,8 @@ class Trainer:
     """One run in ``directory``: made, or resumed from its last checkpoint with ``resume``.
 
     The split of ``texts`` into training and held out is the same under every seed. On CUDA the forward pass runs
-    in bfloat16 autocast over fp32 weights. Raises ConfigError for settings that differ from the checkpoint's,
-    NumericsError for a loss that is no number.
+    in bfloat16 autocast over fp32 weights. Raises ConfigError for settings that differ from the checkpoint's and for a
+    token pack of another length or of ids beyond the model's, NumericsError for a loss that is no number.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class Trainer:
         self.settings, self.directory = settings, directory
         self.loaded = loaded or open_base(settings, device)
         base = self.loaded.model
+        if isinstance(texts, TokenPack):
+            texts.check(settings, base.shape.vocab_size)
         self._on_gpu = base.device.type == "cuda"
         if settings.trained == "low_rank":
             check_rank(base.shape, settings.rank)

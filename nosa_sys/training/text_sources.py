@@ -147,6 +147,24 @@ class TokenPack:
             raise ConfigError(f"{self._path} holds no sequences {name}; it has {', '.join(self._tensors)}")
         return _Stored(self._tensors[name], [0])
 
+    def check(self, settings: TrainSettings, vocab_size: int) -> None:
+        """Raises ConfigError unless what a run reads, training and held out, is [sequence, ``length``] of ids below
+        ``vocab_size``."""
+        for name in (_tensor_name(settings, held_out) for held_out in (False, True)):
+            if (ids := self._tensors.get(name)) is None:
+                continue
+            if ids.ndim != 2 or ids.shape[1] != settings.length or ids.dtype.kind not in "iu":
+                raise ConfigError(
+                    f"{self._path}: {name} holds {ids.dtype} {list(ids.shape)}, not sequences of "
+                    f"length={settings.length} token ids; pack again"
+                )
+            wrong = ids[(ids < 0) | (ids >= vocab_size)]
+            if wrong.size:
+                raise ConfigError(
+                    f"{self._path}: {name} holds the id {wrong[0]}, and the model's vocabulary ends at "
+                    f"{vocab_size - 1}; pack again with this model"
+                )
+
 
 def open_texts(path: Path, held_out: float) -> TextSource:
     """A token pack, or a folder or archive of texts; ConfigError for what is neither."""

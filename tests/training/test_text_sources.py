@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from nosa_sys.models.load import LoadedModel
 from nosa_sys.training.loop import Trainer
 from nosa_sys.training.text_sources import DocumentTexts, TextSource, TokenPack, open_texts, write_pack
 from nosa_sys.training.texts import Document
-from tests.training.small import ByteTokenizer, tiny
+from tests.training.small import VOCAB, ByteTokenizer, tiny
 from tests.training.test_loop import settings
 
 TOKENIZER = ByteTokenizer()
@@ -118,6 +120,34 @@ def test_a_pack_of_another_version_or_without_a_record_is_refused(
     save_file(tensors, tmp_path / "strange.safetensors", metadata={"nosa_sys": json.dumps(record)})
     with pytest.raises(ConfigError, match=r"strange.safetensors is no token pack"):
         TokenPack(tmp_path / "strange.safetensors")
+
+
+@pytest.mark.parametrize("name", ["length112.streams3.seed0", "length112.streams3.held_out"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ids: ids[:, :-1].copy(), r"holds uint16 \[\d+, 111\], not sequences of length=112"),
+        (lambda ids: ids.reshape(-1), r"holds uint16 \[\d+\], not sequences of length=112"),
+        (lambda ids: ids.astype(np.float32), "holds float32"),
+        (lambda ids: np.where(np.arange(112) == 111, 64, ids).astype(np.uint16), "holds the id 64.* ends at 63"),
+        (lambda ids: np.where(np.arange(112) == 0, -1, ids.astype(np.int32)).astype(np.int32), "holds the id -1"),
+    ],
+)
+def test_sequences_that_a_model_cannot_read_are_refused_before_training(
+    pack: Path, tmp_path: Path, name: str, change: Callable[[np.ndarray], np.ndarray], message: str
+) -> None:
+    """Digests that are right do not make a tensor's shape or its ids so. The last id of a vocabulary is fine."""
+    with safe_open(pack, framework="np") as file:
+        record = json.loads(file.metadata()["nosa_sys"])
+        tensors = {key: file.get_tensor(key) for key in record["tensors"]}
+    assert max(int(ids.max()) for ids in tensors.values()) == VOCAB - 1
+    tensors[name] = change(tensors[name])
+    record["tensors"][name] = hashlib.sha256(tensors[name].tobytes()).hexdigest()
+    save_file(tensors, tmp_path / "other.safetensors", metadata={"nosa_sys": json.dumps(record)})
+    source = TokenPack(tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match=f"{name} {message}"):
+        Trainer(settings(), source, tmp_path / "run", loaded=LoadedModel(tiny(), "tiny", [], TOKENIZER))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_position_beyond_the_end_of_a_pack_is_refused(pack: Path) -> None:
