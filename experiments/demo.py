@@ -118,8 +118,8 @@ def run_demo(
     timed("replay", begun)
 
     begun = time.perf_counter()
-    say("4/5 sweep: batch x link bandwidth x slots on a provisional H200 profile (projected)")
     recipe = shipped_recipe("demo_sweep.yaml", trace=directory / "trace", seed=seed)
+    say(f"4/5 sweep: batch x link bandwidth x slots on hardware {recipe.hardware}, projected")
     with progress() as on_progress:
         sweep = run_sweep(recipe, directory / "sweep", workers=2, progress=on_progress)
     timed("sweep", begun)

@@ -40,6 +40,7 @@ def command(
         progress=lambda: DecodeProgress(console),
     )
     print_summary(out.human(json), document)
-    out.print_json(document)  # with or without --json: the demo's last line is for scripts
+    if json:
+        out.print_json(document)
     if not document["check"]["ok"]:
         raise typer.Exit(1)

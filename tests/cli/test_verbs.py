@@ -14,6 +14,7 @@ from nosa_sys.traces.perfetto import read_timeline_file
 from nosa_sys.traces.reader import Trace
 from tests.cli.conftest import Nosa
 
+ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = (
     "step_time_us",
     "tokens_per_s",
@@ -144,6 +145,19 @@ def test_simulate_prints_errors_of_the_models_and_compares_fetch_paths(nosa: Nos
     assert {one["name"] for one in document["model_errors"]} >= {"gemm", "d2h_uva"}
     refused = nosa("simulate", trace, "--hardware", "ideal", "--h2d-gbps", 8, "--fetch-paths")
     assert (refused.status, "link_runs" in refused.err) == (2, True)
+
+
+def test_the_demo_prints_its_document_only_when_asked(nosa: Nosa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the document of a real run, which is kept with the results."""
+    kept = json.loads((ROOT / "experiments" / "results" / "cpu" / "demo" / "demo.json").read_text())
+    monkeypatch.setattr("nosa_sys.experiments.demo.run_demo", lambda *_, **__: kept)
+    shown = nosa("demo")
+    assert shown.status == 0, shown.err
+    assert "Report:" in shown.out
+    assert "{" not in shown.out
+    asked = nosa("demo", "--json")
+    assert asked.document == kept
+    assert len(asked.out.splitlines()) == 1
 
 
 def test_both_timelines_need_a_file_and_times(nosa: Nosa, trace: Path) -> None:
