@@ -74,15 +74,22 @@ def whole_directory(path: Path, *, overwrite: bool, keep_when_interrupted: bool 
         partial.rename(path)
 
 
-def write_whole(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write a text file through a temporary neighbour."""
+@contextmanager
+def whole_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a sibling ``NAME.partial`` to write, which takes the place of ``path`` when the block ends well."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; give a file name")
     check_output(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a text file through a temporary neighbour."""
+    with whole_file(path, overwrite=overwrite) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nosa_sys.cli import console as out
 from nosa_sys.errors import HardwareError
 from nosa_sys.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from nosa_sys.simulator.fetch_paths import FetchPaths
 
 
 def error_table(errors: list[dict[str, Any]], hardware: str) -> Any:
@@ -18,16 +21,15 @@ def error_table(errors: list[dict[str, Any]], hardware: str) -> Any:
     return out.table(title, ("model", "points", "median", "p90", "worst"), rows)
 
 
-def fetch_path_document(hardware: str, document: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+def fetch_path_document(paths: FetchPaths, document: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Paths at this situation's block bytes and mean fetch, and the same number of blocks by size and layout."""
-    from nosa_sys.simulator.fetch_paths import PATHS, FetchPaths, fragments
+    from nosa_sys.simulator.fetch_paths import PATHS, fragments
 
     settings = document["settings"]
     per_launch = document["misses_per_head_step"] * settings["batch"] * shape.n_kv_heads
     n_blocks = round(per_launch)
     if n_blocks < 1:
         raise HardwareError(f"{per_launch:.2f} blocks are fetched a layer and step: there is no fetch to compare")
-    paths = FetchPaths(hardware)
     here = paths.compare(settings["block_bytes"], n_blocks)
     kv_format = settings["host_kv_dtype"] or shape.dtype
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from nosa_sys.cli.replay import resolve_cache
 from nosa_sys.cli.settings import Settings, read_yaml_mapping
 from nosa_sys.errors import ConfigError
 from nosa_sys.model_shape import ModelShape
-from nosa_sys.outputs import check_output, whole_directory
+from nosa_sys.outputs import check_output, whole_directory, whole_file
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.schema import TraceMeta
 
@@ -113,7 +114,6 @@ def command(
     slots, policy = resolve_cache(settings, cache, meta, sparse, method)
     kept = not changed and slots == meta.slots
     arguments: dict[str, Any] = {
-        "hardware": hardware_name,
         "model_shape": None if shape == meta.model else shape,
         "context": _optional(settings, "context", context, int, "trace"),
         "batch": _optional(settings, "batch", batch, int, "trace"),
@@ -138,25 +138,35 @@ def command(
         "seed": settings.pick("seed", seed, 0),
     }
     _note_bytes(settings, meta, shape, sparse, arguments["host_kv_dtype"])
-    settings.banner(out.stderr(), f"simulate {trace}")
     if out_dir is not None:
         check_output(out_dir, overwrite=overwrite, reads=trace)
     if timeline is not None:
         check_output(timeline, overwrite=overwrite)
+    from nosa_sys.simulator.fetch_paths import FetchPaths
+    from nosa_sys.simulator.hardware import load_hardware
+
+    profile = load_hardware(hardware_name).with_link(arguments.pop("link")).with_h2d_gbps(arguments.pop("h2d_gbps"))
+    _ = profile.link_gbps  # refuse a missing bandwidth before any table
+    paths = FetchPaths(hardware_name) if fetch_paths else None
+    settings.banner(out.stderr(), f"simulate {trace}")
     if dry_run:
         if json:
             out.print_json({"options": settings.to_dict(), "dry_run": True})
         return
     from nosa_sys.simulator.simulate import simulate  # after the settings: scipy and simpy take their time
 
-    prediction = simulate(trace, **arguments, timeline=timeline, with_measured=with_measured).to_dict()
-    document = {"kind": "prediction", "trace": str(trace), **prediction, "options": settings.to_dict()}
-    if fetch_paths:
-        document["fetch_paths"] = fetch_path_document(hardware_name, document, shape)
-    if out_dir is not None:
-        with whole_directory(out_dir, overwrite=overwrite) as partial:
-            text = json_module.dumps(out.plain(document), indent=1, allow_nan=False)
-            (partial / "prediction.json").write_text(text + "\n", encoding="utf-8")
+    with ExitStack() as files:
+        events = None if timeline is None else files.enter_context(whole_file(timeline, overwrite=overwrite))
+        prediction = simulate(
+            trace, hardware=profile, **arguments, timeline=events, with_measured=with_measured
+        ).to_dict()
+        document = {"kind": "prediction", "trace": str(trace), **prediction, "options": settings.to_dict()}
+        if paths is not None:
+            document["fetch_paths"] = fetch_path_document(paths, document, shape)
+        if out_dir is not None:
+            with whole_directory(out_dir, overwrite=overwrite) as partial:
+                text = json_module.dumps(out.plain(document), indent=1, allow_nan=False)
+                (partial / "prediction.json").write_text(text + "\n", encoding="utf-8")
     console = out.human(json)
     console.print(summary_table(document))
     if prediction["model_errors"]:

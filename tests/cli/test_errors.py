@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nosa_sys.cli import app
+from nosa_sys.errors import HardwareError
 from tests.cli.conftest import BUDGETS, KERNEL, Nosa, Outcome
 
 
@@ -141,6 +142,39 @@ def test_trace_check_names_what_is_broken(nosa: Nosa, trace: Path, tmp_path: Pat
 )
 def test_simulate_refuses(nosa: Nosa, trace: Path, flags: list[str], words: list[str]) -> None:
     refused(nosa("simulate", trace, *flags), *words)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--hardware", "nosuch"],
+        ["--hardware", "ideal"],
+        ["--hardware", "h200", "--link", "nosuch"],
+        ["--hardware", "ideal", "--h2d-gbps", "8", "--fetch-paths"],
+        ["--hardware", "ideal", "--h2d-gbps", "8", "--timeline", "."],
+    ],
+)
+def test_simulate_refuses_hardware_before_its_table(nosa: Nosa, trace: Path, flags: list[str]) -> None:
+    result = nosa("simulate", trace, *flags)
+    refused(result)
+    assert len(result.err.splitlines()) == 1, result.err
+
+
+def test_a_failing_simulate_leaves_its_timeline_as_it_was(
+    nosa: Nosa, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise HardwareError("nothing to compare")
+
+    monkeypatch.setattr("nosa_sys.cli.simulate.fetch_path_document", fails)
+    path = tmp_path / "steps.json.gz"
+    asked = ("simulate", trace, "--hardware", "h200", "--model-shape", "nosa-1b", "--extrapolate", "--fetch-paths")
+    refused(nosa(*asked, "--timeline", path), "nothing to compare")
+    assert not list(tmp_path.iterdir())
+    path.write_text("of yesterday")
+    refused(nosa(*asked, "--timeline", path, "--overwrite"), "nothing to compare")
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert path.read_text() == "of yesterday"
 
 
 def test_replay_without_scores_says_how_to_get_them(nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
