@@ -46,21 +46,25 @@ def command(
     data = {**data, **{name: value for name, value in changes.items() if value is not None}}
     settings = parse_eval_recipe(_chosen(data, only), str(recipe))
     check_output(out_dir, overwrite=overwrite)
-    out.stderr().print(plan_table(recipe, settings, device))
+    planned = plan_table(recipe, settings, device)
     if dry_run:
+        out.stderr().print(planned)
         if json:
             out.print_json({"kind": "evaluation", "dry_run": True, "subjects": [s.name for s in settings.subjects]})
         return
     import pandas as pd
     import torch
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    from nosa_sys.models.load import check_device
     from nosa_sys.training.evaluate import Evaluation
     from nosa_sys.training.summaries import evaluation_document
     from nosa_sys.training.texts import read_texts
 
+    check_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
     found = read_texts(texts)
+    out.stderr().print(planned)
     with whole_directory(out_dir, overwrite=overwrite) as partial:
         with DecodeProgress(out.stderr()) as progress:
             evaluation = Evaluation(settings, found, device=device, progress=progress)

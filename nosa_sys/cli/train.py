@@ -67,18 +67,22 @@ def command(
     if out_dir is None:
         raise ConfigError("--out is missing: the directory that takes a folder a run")
     _check_directories(runs, out_dir, resume=resume, overwrite=overwrite)
-    out.stderr().print(runs_table(recipe, runs, texts, device))
+    planned = runs_table(recipe, runs, texts, device)
     if dry_run:
+        out.stderr().print(planned)
         if json:
             out.print_json({"kind": "training", "dry_run": True, "runs": [run.to_dict() for run in runs]})
         return
     import torch
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    from nosa_sys.models.load import check_device
     from nosa_sys.training.text_sources import open_texts
 
+    check_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
     sources = {share: open_texts(texts, share) for share in {run.held_out for run in runs}}
+    out.stderr().print(planned)
     end_s = None if stop_after is None else time.monotonic() + stop_after
     done: list[dict[str, Any]] = []
     for run in runs:

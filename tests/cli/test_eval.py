@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from tests.cli.conftest import Nosa
 
@@ -73,6 +74,12 @@ def test_parts_and_subjects_can_be_left_out(nosa: Nosa, recipe: Path, texts: Pat
         (["--only", "best"], "no subject 'best'; known: dense, nosa"),
         (["--documents", "9"], "3 of 3 texts have the 400 tokens"),
         (["--texts", "/no/texts"], "no such folder"),
+        (["--device", "npx"], "device='npx' is no torch device"),
+        pytest.param(
+            ["--device", "cuda"],
+            "this torch sees none",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+        ),
     ],
 )
 def test_wrong_requests_are_one_line(
@@ -81,6 +88,7 @@ def test_wrong_requests_are_one_line(
     done = nosa("eval", recipe, "--texts", texts, "--out", tmp_path / "out", *arguments)
     assert done.status == 2
     assert message in done.err
+    assert len(done.err.splitlines()) == 1 or "tokens" in message, "only the texts' tokens are counted after the table"
     assert not (tmp_path / "out").exists()
 
 

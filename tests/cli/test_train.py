@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Nosa
 
@@ -110,6 +111,12 @@ def test_a_token_pack_keeps_the_rules_of_every_verb(nosa: Nosa, recipe: Path, te
         (["--seed", "5"], "the recipe has seeds 0"),
         (["--attention", "flash"], "attention='flash' must be one of sdpa, flex, triton"),
         (["--texts", "/no/texts"], "no such folder"),
+        (["--device", "npx"], "device='npx' is no torch device"),
+        pytest.param(
+            ["--device", "cuda"],
+            "this torch sees none",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+        ),
         (["--resume", "--overwrite"], "give only one"),
     ],
 )
@@ -119,6 +126,7 @@ def test_wrong_requests_are_one_line(
     done = nosa("train", recipe, "--texts", texts, "--out", tmp_path / "out", *arguments)
     assert done.status == 2
     assert message in done.err
+    assert len(done.err.splitlines()) == 1, done.err
 
 
 def test_overwrite_replaces_runs_alone(nosa: Nosa, recipe: Path, texts: Path, tmp_path: Path) -> None:
