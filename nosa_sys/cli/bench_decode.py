@@ -15,7 +15,7 @@ from nosa_sys.cli.memory_rows import MemoryNeed, note_memory
 from nosa_sys.cli.options import BudgetFlags, CacheFlags, JsonFlag, Overwrite, grouped
 from nosa_sys.cli.requests import read_prompt
 from nosa_sys.cli.settings import Settings
-from nosa_sys.errors import ConfigError
+from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.model_shape import ModelShape
 from nosa_sys.outputs import check_output, write_whole
 from nosa_sys.slot_count import slots_of
@@ -162,9 +162,8 @@ def command(
         seed=seed,
         key_means_dtype=settings.pick("key_means_dtype", key_means_dtype, "float32"),
     )
-    need = _memory(settings, request)
+    _refuse_unless_fits(_memory(settings, request), request)
     settings.banner(out.stderr(), "bench decode")
-    need.refuse_unless_fits()
     document = run_request(request)
     console = out.human(json)
     for row in document["rows"]:
@@ -200,6 +199,18 @@ def _memory(settings: Settings, request: BenchRequest) -> MemoryNeed:
         device=device,
         key_means_dtype=request.key_means_dtype,
     )
+
+
+def _refuse_unless_fits(need: MemoryNeed, request: BenchRequest) -> None:
+    """CapacityError where memory is short; it names a GPU first that is missing and that nobody chose to do without."""
+    try:
+        need.refuse_unless_fits()
+    except CapacityError as error:
+        if request.device is not None or need.device != "cpu":
+            raise
+        raise CapacityError(
+            f"this benchmark needs an NVIDIA GPU, and torch sees none here; on the CPU {error}"
+        ) from None
 
 
 def _table(row: dict[str, Any]) -> Any:

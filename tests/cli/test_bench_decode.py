@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
+from nosa_sys.engine import memory_plan
 from tests.cli.conftest import BUDGETS, KERNEL, Nosa
 
 SIZES = ["--batch", "2", "--context", "150", "--steps", "3", "--warmup", "1"]
@@ -97,3 +99,18 @@ def test_wrong_requests_are_one_line(nosa: Nosa, arguments: list[str], message: 
     assert done.status == 2
     assert message in done.err
     assert len(done.err.strip().splitlines()) == 1 or "unknown model shape" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_missing_gpu_is_named_before_host_memory(nosa: Nosa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory decides only once the CPU was asked for; either refusal is one line, without the table."""
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda _: 2**20)
+    asked = ("bench", "decode", "--model-shape", "nosa-1b", "--misses", "2")
+    by_default, on_cpu, on_gpu = (nosa(*asked, *more) for more in ((), ("--device", "cpu"), ("--device", "cuda")))
+    for done in (by_default, on_cpu, on_gpu):
+        assert done.status == 2
+        assert len(done.err.splitlines()) == 1, done.err
+    assert by_default.err.startswith("nosa: this benchmark needs an NVIDIA GPU, and torch sees none here")
+    assert "host memory" in on_cpu.err
+    assert "NVIDIA" not in on_cpu.err
+    assert "torch sees none" in on_gpu.err
