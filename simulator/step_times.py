@@ -16,6 +16,8 @@ from nosa_sys.simulator.rates import LinkSharing
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_ROUNDING = 1e-10  # below this share of a transfer's time, what is left of it beside the exposed part is rounding
+
 
 @dataclass(frozen=True)
 class AttentionSplit:
@@ -133,6 +135,12 @@ def _combine(parts: list[Any], arrays: Combine, sharing: Combine) -> Any:
     return kind(**made)
 
 
+def _hidden(busy_us: Floats, exposed_us: Floats) -> Floats:
+    """What of the busy time is not exposed; 0 where both are the same sum in another order."""
+    left = busy_us - exposed_us
+    return np.where(left > _ROUNDING * busy_us, left, 0.0)
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Times of n simulated steps in microseconds, arrays [n].
@@ -176,11 +184,11 @@ class StepTimes:
             host_us=parts["host"],
             select_us=parts["select"],
             h2d_exposed_us=h2d_exposed,
-            h2d_hidden_us=np.maximum(0.0, h2d_busy_us - h2d_exposed),
+            h2d_hidden_us=_hidden(h2d_busy_us, h2d_exposed),
             attention_us=parts["attention"],
             gemm_us=parts["gemm"],
             d2h_exposed_us=d2h_exposed,
-            d2h_hidden_us=np.maximum(0.0, d2h_busy_us - d2h_exposed),
+            d2h_hidden_us=_hidden(d2h_busy_us, d2h_exposed),
         )
 
     @property

@@ -105,6 +105,16 @@ def test_serial_pays_the_fixed_cost_of_a_fetch_twice_and_only_where_blocks_are_m
             assert times.step_us.tolist() == [fetch + 10]
 
 
+def test_serial_hides_no_fetch_not_even_a_rounding_error():
+    """Busy and exposed time are the same sum in another order."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        h2d, attention, gemm = (rng.exponential(20.0, 30).tolist() for _ in range(3))
+        for times in both("serial", one_layer(h2d_us=h2d, attention_us=attention, gemm_us=gemm)):
+            assert times.h2d_exposed_us == pytest.approx([sum(h2d)])
+            assert times.h2d_hidden_us.tolist() == [0.0]
+
+
 def test_split_merge_hides_the_fetch_behind_the_hits_and_slows_both_by_hand():
     """20 us of hits at 0.8 beside 25 us of fetch at 0.5: 25 us of both, 12.5 us of fetch alone, 4 us of misses."""
     costs = dataclasses.replace(
