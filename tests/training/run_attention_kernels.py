@@ -22,14 +22,15 @@ from nosa_sys.training.selection_triton import select_causal
 TINY = SparseConfig(16, 16, 8, topk=4, init_blocks=1, window_size=16, select_blocks=1)
 WIDE = SparseConfig(64, 32, 16, topk=3, init_blocks=0, window_size=64, select_blocks=2)
 UNEVEN = SparseConfig(48, 16, 8, topk=3, init_blocks=0, window_size=48, select_blocks=2)
+FINE = SparseConfig(48, 8, 4, topk=3, init_blocks=0, window_size=48, select_blocks=2)
 # name, tokens, query heads, KV heads, channels, budgets, method, mean of the betas (None: none)
 CASES = (
-    ("nosa", 130, 3, 1, 16, TINY, "nosa", 0),
-    ("two-kv-heads", 97, 4, 2, 8, TINY, "nosa", 0),
+    ("nosa", 100, 3, 1, 16, TINY, "nosa", 0),
+    ("two-kv-heads", 81, 4, 2, 8, TINY, "nosa", 0),
     ("infllmv2", 96, 2, 1, 16, TINY, "infllmv2", None),
-    ("dma", 100, 2, 1, 24, TINY, "dma", 0),
-    ("blocks-of-64", 256, 2, 1, 16, WIDE, "nosa", 0),
-    ("blocks-of-48", 200, 2, 1, 16, UNEVEN, "nosa", 0),
+    ("dma", 75, 2, 1, 24, TINY, "dma", 0),
+    ("blocks-of-64", 210, 2, 1, 16, WIDE, "nosa", 0),
+    ("blocks-of-48", 170, 2, 1, 16, UNEVEN, "nosa", 0),
     ("dense-biased", 75, 4, 2, 16, TINY, "full", 0),
     ("short", 5, 2, 1, 16, TINY, "nosa", 0),
     ("large-betas", 70, 2, 1, 8, TINY, "nosa", 100),  # exp of them overflows fp32
@@ -72,18 +73,20 @@ def different_picks(n_tokens, n_q_heads, n_kv_heads, dim, cfg, method):
 def reported(cfg):
     """[query, KV head] of the reports of NaN where one query of one head is NaN."""
     rng = torch.Generator().manual_seed(0)
-    q, key_means = torch.randn(100, 4, 8, generator=rng), torch.randn(2, cfg.n_windows(100), 8, generator=rng)
+    q, key_means = torch.randn(93, 4, 8, generator=rng), torch.randn(2, cfg.n_windows(93), 8, generator=rng)
     q[90, 1] = float("nan")
     _, reports = select_causal(q, key_means, torch.zeros(2, key_means.shape[1]), cfg, get_method("infllmv2"))
-    return [[int(row) + 100 - len(reports), int(head)] for row, head in (reports >= 0).nonzero()]
+    return [[int(row) + 93 - len(reports), int(head)] for row, head in (reports >= 0).nonzero()]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for case in CASES:
         print(json.dumps({"case": case[0], "errors": errors(*case)}), flush=True)
-    for bound in (2**28, 700):  # all queries at once, and a few
+    # few tokens past the budget, tiles of 8 queries or so; FINE: more windows than the 32 of a tile
+    sizes = ((83, 6, 2, 16, TINY, "nosa"), (165, 4, 1, 16, FINE, "nosa"), (110, 3, 1, 8, TINY, "infllmv2"))
+    for bound, chosen in ((2**28, sizes), (700, sizes[2:])):  # all queries at once, and a few
         selection_triton._SCORE_BYTES = bound
-        for sizes in ((150, 6, 2, 16, TINY, "nosa"), (133, 3, 1, 8, TINY, "infllmv2"), (300, 4, 1, 16, UNEVEN, "nosa")):
-            print(json.dumps({"case": "selection", **different_picks(*sizes)}), flush=True)
+        for size in chosen:
+            print(json.dumps({"case": "selection", **different_picks(*size)}), flush=True)
     print(json.dumps({"case": "nan", "reported": reported(TINY)}))

@@ -40,9 +40,9 @@ def test_the_interpreter_agrees() -> None:
     assert cases.pop() == {"case": "nan", "reported": [[90, 0]]}
     selections = [case for case in cases if case["case"] == "selection"]
     cases = [case for case in cases if case["case"] != "selection"]
-    assert (len(cases), len(selections)) == (10, 6)
+    assert (len(cases), len(selections)) == (10, 4)
     for case in selections:
-        assert case["sparse"] > 60, case
+        assert case["sparse"] > 15, case
         assert (case["different"], case["reports"]) == (0, 0), case
     for case in cases:
         assert len(case["errors"]) == (4 if case["case"] == "infllmv2" else 5), case
