@@ -47,7 +47,11 @@ def fetch_path_document(paths: FetchPaths, document: dict[str, Any], shape: Mode
 def fetch_path_tables(found: dict[str, Any]) -> list[Any]:
     """Two tables of `fetch_path_document`."""
     crossover = found["copy_engine_wins_from"]
-    wins = "never wins at this size" if crossover is None else f"wins from {crossover} blocks a launch"
+    wins = (
+        "does not win at the largest measured count"
+        if crossover is None
+        else f"wins from {crossover} blocks a launch on"
+    )
     rows = [(one["path"], one["what"], one["time_us"], one["gbps"]) for one in found["paths"]]
     what = f"fetch of {found['n_blocks']} blocks of {found['block_bytes']:,} bytes"
     title = f"{what} on the profile's own link; the copy engine {wins}"
