@@ -66,8 +66,9 @@ def test_dense_mass_by_a_formula_of_its_own() -> None:
     ids = tokens(130)
     q, k, _, beta = model.attention_inputs(0, model.embed(ids))
     q, k = model.rope(q, k, torch.arange(130))
-    blocks = select(q, k, beta, SPARSE, get_method("nosa"))
-    assert blocks is not None
+    selected = select(q, k, beta, SPARSE, get_method("nosa"))
+    assert selected is not None
+    blocks = selected.block_ids
     shares = []
     for p in range(80, 130):
         for head in range(4):
