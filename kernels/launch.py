@@ -26,15 +26,6 @@ def use_triton(*tensors: Tensor) -> bool:
     return all(t.is_cuda and t.dtype != torch.float64 for t in tensors)
 
 
-def padded(n: int) -> int:
-    """Smallest power of two >= n, at least 1.
-
-    >>> [padded(n) for n in (0, 1, 3, 64, 65)]
-    [1, 1, 4, 64, 128]
-    """
-    return 1 << max(0, n - 1).bit_length()
-
-
 def n_sms(device: torch.device) -> int:
     """Streaming multiprocessors of the device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _DEFAULT_SMS

@@ -1,6 +1,15 @@
-"""How many CTAs share a unit of attention work: the launcher's rule, which the simulator prices by."""
+"""How kernels cut their work: padded sizes and CTAs a unit of it. Launchers use it, and the simulator prices by it."""
 
 from __future__ import annotations
+
+
+def padded(n: int) -> int:
+    """Smallest power of two >= n, at least 1.
+
+    >>> [padded(n) for n in (0, 1, 3, 64, 65)]
+    [1, 1, 4, 64, 128]
+    """
+    return 1 << max(0, n - 1).bit_length()
 
 
 def choose_splits(groups: int, units: int, places: int, *, max_splits: int = 64) -> int:
@@ -28,5 +37,5 @@ def tile_units(n_blocks: int, block_size: int, tile: int) -> int:
     >>> tile_units(256, 32, 64), tile_units(16, 128, 64)
     (128, 16)
     """
-    blocks_per_tile = max(1, tile // (1 << max(0, block_size - 1).bit_length()))
+    blocks_per_tile = max(1, tile // padded(block_size))
     return max(1, -(-n_blocks // blocks_per_tile))

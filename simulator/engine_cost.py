@@ -21,7 +21,7 @@ from nosa_sys.simulator.invariants import require
 from nosa_sys.simulator.step_times import AttentionSplit, Floats, Ints, Speculation, StepCosts
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.traces.miss_table import LayerStepMisses
-from nosa_sys.work_splits import choose_splits, tile_units
+from nosa_sys.work_splits import choose_splits, padded, tile_units
 
 MB = 1e6
 # Two blocks below this many tokens share a tile of the attention kernel, which then reads scattered rows.
@@ -70,15 +70,10 @@ def select_features(
     per_window = shape.n_kv_heads * KEY_MEAN_BYTES * (shape.head_dim * scores + variant.uses_beta)
     per_window += shape.n_q_heads * _LOGIT_BYTES * scores
     blocks = context_tokens / sparse.block_size / np.maximum(n_rows, 1)
-    compared = float(_filled_up(sparse.topk) * _filled_up(slots)) / 1e3
+    compared = float(padded(sparse.topk) * padded(slots)) / 1e3
     ones = np.ones_like(n_rows)
     sizes = [ones * scores, n_rows * shape.n_kv_heads, blocks, ones * compared, windows * per_window / MB]
     return np.stack(sizes, axis=-1)
-
-
-def _filled_up(n: int) -> int:
-    """Smallest power of two >= n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def attention_features(attended_blocks: np.ndarray, block_bytes: int, block_size: int) -> Floats:

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.kernels.aot import AotSpec
 from nosa_sys.kernels.block_selection.step_reference import StepSelection
-from nosa_sys.kernels.launch import on_device, padded
+from nosa_sys.kernels.launch import on_device
 from nosa_sys.kernels.stage1_scores.triton import (
     SplitLogits,
     softmax_terms,
@@ -33,6 +33,7 @@ from nosa_sys.kernels.stage1_scores.triton import (
 )
 from nosa_sys.methods import Method
 from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.work_splits import padded
 
 # One CTA holds every block of its row in registers (beyond 4096 blocks a few spill).
 MAX_BLOCKS = 65536

@@ -22,8 +22,9 @@ from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
 from nosa_sys.kernels.compressed_keys.triton import beta_window_mean, check_context, ring_window_mean, window_shape
 from nosa_sys.kernels.eviction_head.append_reference import CurrentBlocks, HeadShape, TokenContext
-from nosa_sys.kernels.launch import on_device, padded
+from nosa_sys.kernels.launch import on_device
 from nosa_sys.methods import HEADS
+from nosa_sys.work_splits import padded
 
 _HEAD_CODES = {"none": 0, "ed_dma": 1, "dma": 2}
 

@@ -27,10 +27,11 @@ from nosa_sys.kernels.aot import AotSpec
 from nosa_sys.kernels.block_selection import raise_selection_errors
 from nosa_sys.kernels.block_selection.reference import Selection, select_everything
 from nosa_sys.kernels.block_selection.triton import score_and_select
-from nosa_sys.kernels.launch import interpreting, on_device, padded
+from nosa_sys.kernels.launch import interpreting, on_device
 from nosa_sys.kernels.sparse_decode_attention.triton import accumulate, default_tile, dot_scores, online_softmax
 from nosa_sys.methods import Method
 from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.work_splits import padded
 
 _LOG2_E = math.log2(math.e)
 # One bit a query in an int32 word.

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
-from nosa_sys.kernels.launch import on_device, padded
+from nosa_sys.kernels.launch import on_device
+from nosa_sys.work_splits import padded
 
 MAX_HIDDEN = 16_384
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.kernels.aot import AotSpec
 from nosa_sys.kernels.eviction_head.triton import write_token
-from nosa_sys.kernels.launch import on_device, padded
+from nosa_sys.kernels.launch import on_device
 from nosa_sys.kernels.set_difference.plan_reference import TokenRows
 from nosa_sys.kernels.set_difference.reference import SlotUpdate
+from nosa_sys.work_splits import padded
 
 
 @triton.jit

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
-from nosa_sys.kernels.launch import interpreting, n_sms, on_device, padded
+from nosa_sys.kernels.launch import interpreting, n_sms, on_device
 from nosa_sys.kernels.sparse_decode_attention.reference import slots_or_pages
-from nosa_sys.work_splits import choose_splits, tile_units
+from nosa_sys.work_splits import choose_splits, padded, tile_units
 
 _LOG2_E = math.log2(math.e)
 

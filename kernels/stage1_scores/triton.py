@@ -25,8 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
-from nosa_sys.kernels.launch import interpreting, n_sms, on_device, padded
-from nosa_sys.work_splits import choose_splits
+from nosa_sys.kernels.launch import interpreting, n_sms, on_device
+from nosa_sys.work_splits import choose_splits, padded
 
 # Running maxima start here: finite, so that no infinity is ever subtracted from another.
 _FLOOR: tl.constexpr = tl.constexpr(-1e38)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
-from nosa_sys.kernels.launch import on_device, padded
+from nosa_sys.kernels.launch import on_device
 from nosa_sys.kernels.step_prepare.reference import StepGeometry
+from nosa_sys.work_splits import padded
 
 
 @triton.jit(

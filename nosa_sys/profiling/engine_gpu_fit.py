@@ -107,6 +107,7 @@ def calibrate(
     sources |= dict.fromkeys(("fetch_beside_fixed_us", "fetch_beside_us_per_mb"), "fit fetch_beside: copies alone")
     for name in SHARING:
         terms[name], sources[name] = getattr(base, name), f"of profile {base.name}: {base.sources.get(name, '')}"
+    sources["attention_places"] = "two CTAs on each of 132 SMs, as the launcher assumes"
     made = EngineTerms(**terms, attention_places=float(ATTENTION_PLACES), matrices=tuple(matrices), sources=sources)
     return _with_sharing(made, runs, shapes, base), fits, engine_rows(runs)
 

@@ -23,8 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nosa_sys.kernels.aot import AotSpec
-from nosa_sys.kernels.launch import interpreting, on_device, padded
+from nosa_sys.kernels.launch import interpreting, on_device
 from nosa_sys.kernels.sparse_decode_attention.triton import accumulate, dot_scores, online_softmax
+from nosa_sys.work_splits import padded
 
 _LOG2_E = math.log2(math.e)
 ROWS, COLS = 128, 64  # queries and keys of a tile

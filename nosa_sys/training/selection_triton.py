@@ -22,11 +22,12 @@ from torch import Tensor
 from nosa_sys.kernels.aot import AotSpec
 from nosa_sys.kernels.block_selection.reference import select_everything
 from nosa_sys.kernels.block_selection.triton import select_windows
-from nosa_sys.kernels.launch import on_device, padded
+from nosa_sys.kernels.launch import on_device
 from nosa_sys.kernels.sparse_decode_attention.triton import online_softmax
 from nosa_sys.kernels.stage1_scores.triton import dot_mode, exact_dot
 from nosa_sys.methods import Method
 from nosa_sys.sparse_config import SparseConfig
+from nosa_sys.work_splits import padded
 
 TILE = 64  # windows
 _ROWS, _FP32_ROWS, _FP32_TILE = 128, 32, 32  # query heads times queries; fp32 products keep their operands in registers

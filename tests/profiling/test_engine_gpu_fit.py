@@ -15,6 +15,7 @@ from nosa_sys.errors import HardwareError
 from nosa_sys.experiments.gpu_validation_recipe import draw_settings, load_gpu_recipe
 from nosa_sys.experiments.gpu_validation_rows import orderings, setting_rows, without_fetches
 from nosa_sys.model_shape import ModelShape
+from nosa_sys.profiling import engine_gpu_fit
 from nosa_sys.profiling.engine_gpu import (
     CALIBRATION,
     MATRIX_ROWS,
@@ -166,7 +167,10 @@ def test_the_recipe_draws_what_it_promises() -> None:
         assert (first - 1) // 32 == (last - 1) // 32  # no second capture on the way
 
 
-def test_a_bundle_remembers_its_settings_and_a_cell_it_used_validates_nothing(tmp_path: Path) -> None:
+def test_a_bundle_remembers_its_settings_and_a_cell_it_used_validates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_gpu_fit, "_FIT_CALLS", 3)  # how well the terms fit is no subject here
     runs = calibration_runs(0.0)
     base = ROOT / "simulator" / "profiles" / "h200"
     profile = write_engine_bundle(tmp_path / "b", base, runs, SHAPES, POINTS, device="a test")
