@@ -4,10 +4,10 @@
         --minutes 9 --results DIR [--bring nosa-seed0] [--device cuda]
 
 Runs are trained in order into out/TRAIN, then the subjects whose models are there are evaluated one by one into
-out/EVAL. The same command goes on where the last one stopped, as long as those folders are there. Every call leaves in
---results: results.tar.xz with all loss logs, summaries and rows so far, the adapters of the runs named by --bring, and
-session.json with what was done and the seconds it took. An earlier results.tar.xz is read back with --earlier: its
-evaluated subjects are not evaluated again.
+out/EVAL; --train or --eval may be left out. The same command goes on where the last one stopped, as long as those
+folders are there. Every call leaves in --results: results.tar.xz with all loss logs, summaries and rows so far, the
+adapters of the runs named by --bring, and session.json with what was done and the seconds it took. An earlier
+results.tar.xz is read back with --earlier: its evaluated subjects are not evaluated again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nosa_sys.experiments.train_and_eval_stages import evaluate, train
 from nosa_sys.models.load import check_device
 from nosa_sys.training.evaluation_settings import EVAL_KEYS
 from nosa_sys.training.export import ADAPTER
-from nosa_sys.training.recipe import RECIPE_KEYS, parse_train_recipe
+from nosa_sys.training.recipe import RECIPE_KEYS, TrainSettings, parse_train_recipe
 
 SMALL = (".json", ".jsonl", ".parquet")
 ARCHIVE = "results.tar.xz"
@@ -41,8 +41,8 @@ _MAX_UNPACKED_BYTES = 256 * 2**20
 def main(arguments: list[str] | None = None) -> int:
     """One session; 0 when everything is finished, 3 when something is left to do, 2 for a wrong request."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--train", type=Path, required=True, help="training recipe")
-    parser.add_argument("--texts", type=Path, required=True, help="token pack, folder or archive to train on")
+    parser.add_argument("--train", type=Path, help="training recipe")
+    parser.add_argument("--texts", type=Path, help="token pack, folder or archive to train on")
     parser.add_argument("--eval", type=Path, action="append", default=[], help="evaluation recipe; may be given again")
     parser.add_argument("--eval-texts", type=Path, help="folder or archive to evaluate on")
     parser.add_argument("--results", type=Path, required=True, help="folder for what comes back")
@@ -68,14 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
     check_device(options.device)
-    changes = {name: getattr(options, name) for name in ("attention", "steps") if getattr(options, name) is not None}
-    runs = parse_train_recipe(read_yaml_mapping(options.train, RECIPE_KEYS), str(options.train), changes)
-    if options.only is not None:
-        runs = [run for run in runs if run.name in options.only.split(",")]
-    runs = [run for run in runs if options.seed in (None, run.seed)]
-    if not runs:
-        raise ConfigError(f"--only {options.only}, --seed {options.seed}: {options.train} has no such run")
-    runs.sort(key=lambda run: run.seed)  # all methods under one seed come before the next seed
+    runs = _chosen_runs(options)
     if options.eval and options.eval_texts is None:
         raise ConfigError("--eval needs --eval-texts: what the models read")
     recipes = {path: read_yaml_mapping(path, EVAL_KEYS) for path in options.eval}
@@ -85,9 +78,11 @@ def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
     check_folder(options.results)
     if options.earlier is not None:
         unpack(options.earlier, options.out)
-    folders = [options.out / options.train.stem]
-    session: dict[str, Any] = {"kind": "training and evaluation", "device": options.device}
-    session["training"] = train(runs, options.texts, folders[0], options.device, left_s)
+    folders = []
+    session: dict[str, Any] = {"kind": "training and evaluation", "device": options.device, "training": []}
+    if runs:
+        folders.append(options.out / options.train.stem)
+        session["training"] = train(runs, options.texts, folders[0], options.device, left_s)
     session["finished"] = all(row["finished"] for row in session["training"])
     session["evaluation"] = {}
     for path, recipe in recipes.items():
@@ -95,11 +90,30 @@ def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
         done = evaluate(recipe, path, options.eval_texts, folders[-1], options.device, left_s)
         session["evaluation"][path.stem] = done
         session["finished"] &= all(row["finished"] for row in done)
-    bring(options.bring, folders[0], options.results)
+    if options.train is not None:
+        bring(options.bring, options.out / options.train.stem, options.results)
     (options.results / "session.json").write_text(json.dumps(session, indent=1) + "\n", encoding="utf-8")
     n_bytes = pack(options.out, folders, options.results / ARCHIVE)
     print(f"{options.results / ARCHIVE}: {n_bytes} bytes; {'all finished' if session['finished'] else 'not finished'}")
     return 0 if session["finished"] else 3
+
+
+def _chosen_runs(options: argparse.Namespace) -> list[TrainSettings]:
+    """Runs of --train that --only and --seed leave, in order of their seeds; none without --train."""
+    if options.train is None:
+        if not options.eval:
+            raise ConfigError("nothing to do: give --train with --texts, or --eval with --eval-texts")
+        return []
+    if options.texts is None:
+        raise ConfigError("--train needs --texts: what the models learn from")
+    changes = {name: getattr(options, name) for name in ("attention", "steps") if getattr(options, name) is not None}
+    runs = parse_train_recipe(read_yaml_mapping(options.train, RECIPE_KEYS), str(options.train), changes)
+    if options.only is not None:
+        runs = [run for run in runs if run.name in options.only.split(",")]
+    runs = [run for run in runs if options.seed in (None, run.seed)]
+    if not runs:
+        raise ConfigError(f"--only {options.only}, --seed {options.seed}: {options.train} has no such run")
+    return sorted(runs, key=lambda run: run.seed)  # all methods under one seed come before the next seed
 
 
 def check_folder(path: Path) -> None:

@@ -115,6 +115,21 @@ def test_an_earlier_archive_is_read_back_and_strange_ones_are_refused(
     assert "is no results.tar.xz" in capsys.readouterr().err
 
 
+def test_an_evaluation_alone_reads_what_was_trained_before(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = ["--eval", "eval.yaml", "--eval-texts", "texts", "--device", "cpu", "--results", "alone"]
+    assert main(alone) == 3  # no adapter is there yet
+    assert session("--seed", 0, "--only", "nosa,dense") == 0
+    (place / "out" / "eval").rename(place / "gone")
+    assert main(alone) == 0
+    pd.testing.assert_frame_equal(
+        *(pd.read_parquet(root / "rows-nosa.parquet") for root in (place / "gone", place / "out/eval"))
+    )
+    assert main(["--results", "alone", "--device", "cpu"]) == 2
+    assert "nothing to do" in capsys.readouterr().err
+    assert main(["--train", "train.yaml", "--results", "alone", "--device", "cpu"]) == 2
+    assert "--train needs --texts" in capsys.readouterr().err
+
+
 def test_what_names_no_run_or_no_folder_is_no_finished_session(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert session("--only", "nonsense") == 2
     assert "no such run" in capsys.readouterr().err
