@@ -20,11 +20,10 @@ from nosa_sys.training.decoding import Request, decode, distinct_share, first_di
 from nosa_sys.training.evaluation_settings import EvalSettings, Subject
 from nosa_sys.training.scoring import DocumentScore, score_document
 from nosa_sys.training.tasks import NEEDLES, Case, make_case
-from nosa_sys.training.texts import Document
+from nosa_sys.training.texts import Document, excerpts
 
 Progress = Callable[[str, int, int], None]
 Row = dict[str, Any]
-_EXCERPT_CHARACTERS = 16  # of a long document are encoded for a token that is needed: four times what English takes
 
 
 @dataclass(frozen=True)
@@ -127,26 +126,14 @@ class Evaluation:
         settings = self.settings
         needed = max(settings.documents, settings.generation_documents, 1 if settings.cases else 0)
         length = max([*settings.contexts, settings.generation_prompt if settings.generation_documents else 0])
-        found: list[tuple[Document, list[int]]] = []
-        for index, document in enumerate(self._documents):
-            if len(found) == needed:
-                break
-            rng = np.random.default_rng((settings.seed, index + 1))
-            text, span = document.text, _EXCERPT_CHARACTERS * length
-            if len(text) > span:  # a whole book takes a second to encode
-                first = int(rng.integers(len(text) - span + 1))
-                text = text[first : first + span]
-            tokens = self._baseline.tokenizer.encode(text)
-            if len(tokens) >= length:
-                start = int(rng.integers(len(tokens) - length + 1))
-                found.append((document, tokens[start : start + length]))
-                self._progress("reading documents", len(found), needed)
-        if len(found) < needed:
-            raise ConfigError(
-                f"{len(found)} of {len(self._documents)} texts have the {length} tokens that are needed, and {needed} "
-                "are asked for; give longer texts, or ask for fewer documents or shorter contexts"
-            )
-        return found
+        return excerpts(
+            self._documents,
+            self._baseline.tokenizer,
+            length=length,
+            count=needed,
+            seed=settings.seed,
+            on_found=lambda n: self._progress("reading documents", n, needed),
+        )
 
     # ---- perplexity, misses, dense mass
     def _score(self, cell: _Cell) -> None:

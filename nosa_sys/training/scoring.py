@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +19,7 @@ from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.attention import membership
+from nosa_sys.training.observation import observed, token_shares
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -96,30 +94,17 @@ class _Watch(PrefillOutput):
         self._counts = torch.zeros(3, n_tokens, dtype=torch.int64, device=device)  # misses, kept, selected
         self._last: dict[int, Tensor] = {}
         self._drawn = torch.tensor(drawn, dtype=torch.int64, device=device)
-        self._layer = 0
         self._queries: dict[int, Tensor] = {}
         self._keys: dict[int, list[Tensor]] = {}
         self._mass: list[Tensor] = []
 
     def observed(self) -> LlamaModel:
         """The model, whose queries and keys are seen as they pass, for the positions that were drawn."""
-        if not len(self._drawn):
-            return self._model
-        model = copy.copy(self._model)
-        plain_inputs, plain_rope = model.attention_inputs, model.rope
+        return observed(self._model, self._keep_inputs) if len(self._drawn) else self._model
 
-        def attention_inputs(layer: int, x: Tensor) -> Any:
-            self._layer = layer
-            return plain_inputs(layer, x)
-
-        def rope(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-            q, k = plain_rope(q, k, positions)
-            self._queries[self._layer] = q
-            self._keys.setdefault(self._layer, []).append(k)
-            return q, k
-
-        model.attention_inputs, model.rope = attention_inputs, rope  # type: ignore[method-assign]
-        return model
+    def _keep_inputs(self, layer: int, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> None:
+        self._queries[layer] = q
+        self._keys.setdefault(layer, []).append(k)
 
     def keep_selection(self, layer: int, chunk_first: int, block_ids: Tensor) -> None:
         n, size = len(block_ids), self._sparse.block_size
@@ -140,14 +125,9 @@ class _Watch(PrefillOutput):
         drawn = self._drawn[inside]
         if not len(drawn):
             return
-        keys = torch.cat(self._keys[layer]).float().transpose(0, 1)  # [kv_head, token, D]
-        queries = self._queries[layer][drawn - chunk_first].float().unflatten(1, (keys.shape[0], -1)).transpose(0, 1)
-        scores = queries.flatten(1, 2) @ keys.transpose(1, 2) / math.sqrt(keys.shape[2])
-        scores = scores.unflatten(1, (len(drawn), -1))  # [kv_head, drawn, group, token]
-        tokens = torch.arange(keys.shape[1], device=keys.device)
-        future = (tokens > drawn.unsqueeze(1)).unsqueeze(1)
-        shares = scores.masked_fill(future, -math.inf).softmax(-1)
-        chosen = member[:, drawn - chunk_first][:, :, tokens // self._sparse.block_size].unsqueeze(2)
+        shares = token_shares(self._queries[layer][drawn - chunk_first], torch.cat(self._keys[layer]), drawn)
+        blocks = torch.arange(shares.shape[3], device=shares.device) // self._sparse.block_size
+        chosen = member[:, drawn - chunk_first][:, :, blocks].unsqueeze(2)
         self._mass.append((shares * chosen).sum(-1).flatten().double())
 
     def keep_hidden(self, chunk_first: int, x: Tensor) -> None:

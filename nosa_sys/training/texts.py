@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from nosa_sys.errors import ConfigError
+from nosa_sys.models.tokenizer import Tokenizer
 
 SUFFIXES = (".txt", ".md")
 MAX_DOCUMENT_BYTES = 64 * 2**20
 MAX_TOTAL_BYTES = 4 * 2**30
 MAX_DOCUMENTS = 100_000
+_EXCERPT_CHARACTERS = 16  # of a long text are encoded for a token that is needed: four times what English takes
 
 
 @dataclass(frozen=True)
@@ -110,3 +114,39 @@ def split_held_out(documents: Sequence[Document], share: float, seed: int = 0) -
         side = "training" if not training else "held out"
         raise ConfigError(f"held_out={share} of {len(documents)} texts leaves none {side}; use another share or seed")
     return training, held_out
+
+
+def excerpts(
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    on_found: Callable[[int], None] | None = None,
+) -> list[tuple[Document, list[int]]]:
+    """``length`` tokens from a seeded place of each of the first ``count`` documents that have so many.
+
+    ``on_found`` hears how many there are so far. Raises ConfigError when too few are long enough.
+    """
+    found: list[tuple[Document, list[int]]] = []
+    for index, document in enumerate(documents):
+        if len(found) == count:
+            break
+        rng = np.random.default_rng((seed, index + 1))
+        text, span = document.text, _EXCERPT_CHARACTERS * length
+        if len(text) > span:  # a whole book takes a second to encode
+            first = int(rng.integers(len(text) - span + 1))
+            text = text[first : first + span]
+        tokens = tokenizer.encode(text)
+        if len(tokens) >= length:
+            start = int(rng.integers(len(tokens) - length + 1))
+            found.append((document, tokens[start : start + length]))
+            if on_found is not None:
+                on_found(len(found))
+    if len(found) < count:
+        raise ConfigError(
+            f"{len(found)} of {len(documents)} texts have the {length} tokens that are needed, and {count} are asked "
+            "for; give longer texts, or ask for fewer documents or shorter contexts"
+        )
+    return found
