@@ -17,8 +17,9 @@ from nosa_sys.methods import HEADS
 
 # Above this input log(1 + e^x) equals x to the last bit of float64, and e^x is still far from overflow in float32.
 _SOFTPLUS_LINEAR_FROM = 40.0
-# The plain DMA head exponentiates twice (here and in the softmax): an infinite bias would make the softmax NaN.
-_MAX_EXPONENT = 88.0
+# The plain DMA head exponentiates twice (here and in the softmax): an infinite bias would make the softmax NaN. e^88 is
+# float32's end; e^80 leaves room for the sum of a window and for attention that scales the bias by sqrt(head_dim).
+MAX_EXPONENT = 80.0
 
 
 def eviction_beta(v: Tensor, A: Tensor, delta: Tensor, head: str = "ed_dma") -> Tensor:
@@ -35,7 +36,7 @@ def eviction_beta(v: Tensor, A: Tensor, delta: Tensor, head: str = "ed_dma") -> 
         return torch.zeros(v.shape[0], A.shape[0], dtype=dtype, device=v.device)
     logits = v.to(dtype) @ delta.to(dtype).T
     beta = A.to(dtype) * functional.softplus(logits, threshold=_SOFTPLUS_LINEAR_FROM)
-    return beta if head == "ed_dma" else torch.exp(beta.clamp(max=_MAX_EXPONENT))
+    return beta if head == "ed_dma" else torch.exp(beta.clamp(max=MAX_EXPONENT))
 
 
 def split_qkv_and_beta(

@@ -22,11 +22,13 @@ from nosa_sys.errors import ConfigError
 from nosa_sys.kernels.aot import AotSpec
 from nosa_sys.kernels.compressed_keys.triton import beta_window_mean, check_context, ring_window_mean, window_shape
 from nosa_sys.kernels.eviction_head.append_reference import CurrentBlocks, HeadShape, TokenContext
+from nosa_sys.kernels.eviction_head.reference import MAX_EXPONENT
 from nosa_sys.kernels.launch import on_device
 from nosa_sys.methods import HEADS
 from nosa_sys.work_splits import padded
 
 _HEAD_CODES = {"none": 0, "ed_dma": 1, "dma": 2}
+_MAX_EXPONENT: tl.constexpr = tl.constexpr(MAX_EXPONENT)
 
 
 @triton.jit
@@ -45,7 +47,7 @@ def _head_score(logit, scale, HEAD: tl.constexpr):
     beta = scale * (tl.maximum(logit, 0.0) + 2.0 * z * series)
     if HEAD == 2:
         # The softmax exponentiates once more: an infinite bias would make it NaN.
-        beta = tl.exp(tl.minimum(beta, 88.0))
+        beta = tl.exp(tl.minimum(beta, _MAX_EXPONENT))
     return beta
 
 

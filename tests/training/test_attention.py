@@ -150,6 +150,20 @@ def test_bfloat16_attention_ranks_close_betas() -> None:
     assert float(got) == pytest.approx(1 / (1 + math.exp(-0.2)), rel=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["sdpa", "flex"])
+def test_case_13_the_largest_bias_of_a_plain_dma_head_is_carried(name: str, dtype: torch.dtype) -> None:
+    """Two tokens at the head's limit share all of the weight."""
+    head_dim = 128
+    q, k, v = (torch.zeros(6, 1, head_dim, dtype=dtype) for _ in range(3))
+    v[2], v[4] = 1.0, 3.0
+    logits = torch.tensor([[0.0], [0.0], [1000.0], [0.0], [1000.0], [-1000.0]])
+    beta = eviction_beta(logits, torch.ones(1), torch.ones(1, 1), "dma")
+    ids = torch.zeros(6, 1, 1, dtype=torch.int32)
+    got = attend(name, q, k, v, beta, ids, 16)
+    assert got[5, 0].tolist() == pytest.approx([2.0] * head_dim, rel=1e-2)
+
+
 @pytest.mark.parametrize("n_tokens", [256, 300, 37])
 @pytest.mark.parametrize("block_size", [16, 128, 256])
 def test_flex_tiles_cover_exactly_what_is_seen(n_tokens: int, block_size: int) -> None:
