@@ -17,9 +17,9 @@ def prefill_selection(
 ) -> Selection:
     """As ``reference.prefill_selection``."""
     if use_triton(q, key_means, beta_means):
-        from nosa_sys.kernels.prefill_attention import triton
+        from nosa_sys.kernels.prefill_attention import selection
 
-        return triton.prefill_selection(q, key_means, beta_means, first_position, cfg, method)
+        return selection.prefill_selection(q, key_means, beta_means, first_position, cfg, method)
     return reference.prefill_selection(q, key_means, beta_means, first_position, cfg, method)
 
 
@@ -30,9 +30,9 @@ def queue_selection(
     ``block_selection.raise_selection_errors`` turns into the NumericsError. None where there is nothing left to check:
     the reference raises at once."""
     if use_triton(q, key_means, beta_means):
-        from nosa_sys.kernels.prefill_attention import triton
+        from nosa_sys.kernels.prefill_attention import selection
 
-        return triton.queue_selection(q, key_means, beta_means, first_position, cfg, method)
+        return selection.queue_selection(q, key_means, beta_means, first_position, cfg, method)
     return reference.prefill_selection(q, key_means, beta_means, first_position, cfg, method), None
 
 

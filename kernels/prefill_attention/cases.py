@@ -158,7 +158,14 @@ def selection_cases() -> list[Case]:
         _case("bf16-means", both, means=1, **sizes),
         _case("full", both, method="full", **(sizes | {"tokens": 5})),
         _case("from-the-start", both, "float32", topk=5, first=0, tokens=200, kv_heads=1, group=2),
+        _case("fp32-g3", both, "float32", **(sizes | {"group": 3, "kv_heads": 3, "first": 333, "tokens": 45})),
+        _case("across-the-budget", both, group=3, topk=5, first=141, tokens=40),
         _case("bf16-16K", "check", first=15872, **full),
+        _case("bf16-16K-g3", "check", first=9000, **(full | {"group": 3, "kv_heads": 3, "head_dim": 64})),
+        _case("fp32-16K-g3", "check", "float32", first=9000, **(full | {"group": 3, "kv_heads": 3, "head_dim": 64})),
+        _case("fp32-16K", "check", "float32", first=15872, **(full | {"tokens": 130})),
+        _case("fp16-16K", "check", "float16", first=7000, **(full | {"tokens": 130})),
+        _case("bf16-means-16K", "check", means=1, first=15000, **full),
         _case("bf16-16K-odd", "check", first=8191, **(full | {"tokens": 129, "kv_heads": 3})),
         _case("16K-chunk", "bench", first=15872, **full),
         _case("128K-chunk", "bench", first=130_560, **full),
@@ -198,14 +205,14 @@ def make_selection_inputs(case: Case, device: torch.device, generator: torch.Gen
 
 
 def fast_selection(inputs: dict[str, Any]) -> Tensors:
-    from nosa_sys.kernels.prefill_attention.triton import prefill_selection
+    from nosa_sys.kernels.prefill_attention.selection import prefill_selection
 
     return prefill_selection(**inputs)._asdict()
 
 
 def launch_selection(inputs: dict[str, Any]) -> Selection:
     """Without the look at the errors, which waits for the device and so cannot be captured."""
-    from nosa_sys.kernels.prefill_attention.triton import queue_selection
+    from nosa_sys.kernels.prefill_attention.selection import queue_selection
 
     return queue_selection(**inputs)[0]
 

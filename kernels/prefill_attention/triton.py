@@ -1,4 +1,4 @@
-"""Prefill attention with a selection of its own for every query, and that selection.
+"""Prefill attention with a selection of its own for every query.
 
 Neighbouring queries select nearly the same blocks. ``union_kernel`` lists, for a tile of queries of one KV head, the
 blocks that any of them selected, with one bit a query; ``attend_tile_kernel`` walks that list once for all of them
@@ -8,9 +8,6 @@ all blocks up to the tile's last query.
 Floor: 4 * rows * tokens * D FLOPs a block and tile; K and V come from L2. With k = 64 and g = 16 four queries share a
 list of about 70 blocks, a quarter of the traffic and of the matrix work of one query at a time.
 Knobs worth scanning: ``rows`` (64, 128), ``tile`` (64, 128), ``num_warps`` (4, 8), ``num_stages`` (2, 3).
-
-The selection itself is the decode kernels with every query as a batch row of stride 0, in chunks of queries that bound
-the fp32 logits (``logits_bytes``).
 """
 
 from __future__ import annotations
@@ -24,13 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nosa_sys.kernels.aot import AotSpec
-from nosa_sys.kernels.block_selection import raise_selection_errors
-from nosa_sys.kernels.block_selection.reference import Selection, select_everything
-from nosa_sys.kernels.block_selection.triton import score_and_select
 from nosa_sys.kernels.launch import interpreting, on_device
+from nosa_sys.kernels.prefill_attention import selection
 from nosa_sys.kernels.sparse_decode_attention.triton import accumulate, default_tile, dot_scores, online_softmax
-from nosa_sys.methods import Method
-from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.work_splits import padded
 
 _LOG2_E = math.log2(math.e)
@@ -280,54 +273,6 @@ def prefill_attention(
     return out
 
 
-def queue_selection(
-    q: Tensor,
-    key_means: Tensor,
-    beta_means: Tensor,
-    first_position: int,
-    cfg: SparseConfig,
-    method: Method,
-    *,
-    logits_bytes: int = 2**27,
-) -> tuple[Selection, Tensor | None]:
-    """``prefill_selection`` without waiting: (selection, errors int32 [sparse query, kv_head] or None). The errors
-    belong to the last queries, those with more than k blocks."""
-    n_tokens, n_kv_heads = q.shape[0], key_means.shape[0]
-    width = cfg.n_blocks(first_position + n_tokens) if method.dense else cfg.topk
-    positions = torch.arange(first_position, first_position + n_tokens, device=q.device)
-    n_dense = n_tokens if method.dense else min(n_tokens, max(0, cfg.topk_tokens - first_position))
-    parts = [select_everything(positions[:n_dense] // cfg.block_size + 1, n_kv_heads, width, width)]
-    errors = []
-    step = max(1, logits_bytes // (4 * q.shape[1] * max(1, key_means.shape[1])))
-    for start in range(n_dense, n_tokens, step):
-        lengths = (positions[start : start + step] + 1).to(torch.int32)
-        context = first_position + min(start + step, n_tokens)
-        n_windows = min(cfg.n_windows(context), key_means.shape[1])
-        result = score_and_select(
-            q[start : start + step],
-            key_means[:, :n_windows].expand(len(lengths), -1, -1, -1),
-            beta_means[:, :n_windows].expand(len(lengths), -1, -1),
-            lengths,
-            cfg.n_blocks(context),
-            cfg,
-            method,
-        )
-        parts.append(Selection(result.block_ids, result.origins, result.counts))
-        errors.append(result.errors)
-    selection = Selection(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-    return selection, torch.cat(errors) if errors else None
-
-
-def prefill_selection(
-    q: Tensor, key_means: Tensor, beta_means: Tensor, first_position: int, cfg: SparseConfig, method: Method
-) -> Selection:
-    """As ``reference.prefill_selection``; waits for the device once, at the end, to see whether a NaN was met."""
-    selection, errors = queue_selection(q, key_means, beta_means, first_position, cfg, method)
-    if errors is not None:
-        raise_selection_errors(errors, first_row=first_position + q.shape[0] - len(errors))
-    return selection
-
-
 def _aot_specs() -> list[AotSpec]:
     names = ("n_queries", "first_position", "n_blocks", "n_listed")
     constants: dict[str, Any] = {"KV_HEADS": 2, "TOPK": 64, "TOPK_PAD": 64, "QUERIES": 4, "BLOCK": 64}
@@ -356,4 +301,4 @@ def _aot_specs() -> list[AotSpec]:
     return specs
 
 
-AOT_SPECS = _aot_specs()
+AOT_SPECS = [*_aot_specs(), *selection.AOT_SPECS]

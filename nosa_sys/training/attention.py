@@ -50,11 +50,7 @@ def select(q: Tensor, k: Tensor, beta: Tensor, cfg: SparseConfig, method: Method
     with torch.autocast(q.device.type, enabled=False):
         key_means = window_means(k, cfg.kernel_size, cfg.kernel_stride).transpose(0, 1).contiguous()
         beta_means = window_means(beta, cfg.kernel_size, cfg.kernel_stride).T.contiguous()
-        if use_triton(q, key_means, beta_means) and method.query_aware_picks(cfg, cfg.n_forced):
-            from nosa_sys.training.selection_triton import select_causal
-
-            return Selected(*select_causal(q, key_means, beta_means, cfg, method))
-        selection, errors = queue_selection(q.contiguous(), key_means, beta_means, 0, cfg, method)
+        selection, errors = queue_selection(q, key_means, beta_means, 0, cfg, method)
         return Selected(selection.block_ids, errors)
 
 
