@@ -103,7 +103,8 @@ def plan_table(recipe: Path, settings: EvalSettings, device: str) -> Any:
 
 
 def figure_tables(figures: list[dict[str, Any]], baseline: str) -> list[Any]:
-    """Perplexity of all positions and of their second half, task scores, generation; each beside what it moves."""
+    """Perplexity of all positions and of their second half, what was selected, task scores, generation; each beside
+    what it moves."""
 
     def spread(row: dict[str, Any], name: str) -> str:
         if row.get(name) is None:
@@ -139,7 +140,34 @@ def figure_tables(figures: list[dict[str, Any]], baseline: str) -> list[Any]:
     ratio = f"ratio_to_{baseline}"
     found = [
         make("perplexity", "part", "perplexity", ratio, ("all", "second half")),
+        _selection_table([row for row in figures if row["kind"] == "perplexity" and row["part"] == "all"]),
         make("task", "task", "score", f"score_minus_{baseline}", None),
         make("generation", "part", "dense_perplexity", ratio, ("all", "second half")),
     ]
     return [table for table in found if table is not None]
+
+
+def _selection_table(figures: list[dict[str, Any]]) -> Any:
+    """Quality and locality of the selections of sparse methods, over all positions; None where there are none. Figures
+    of earlier versions lack some columns."""
+    columns = {
+        "dense mass": "dense_mass",
+        "recall": "recall",
+        "gamma": "gamma_weighted",
+        "gamma, macro": "gamma_macro",
+        "misses, k slots": "misses_per_head_step",
+        "misses, hot": "hot_misses_per_head_step",
+    }
+    rows = [
+        (
+            f"{row['subject']}, {row['context']}",
+            f"{row['topk']} x {row.get('block_size') or '?'}",
+            row.get("select_blocks"),
+            *(row.get(name) for name in columns.values()),
+            out.size(row.get("hot_h2d_bytes_per_step")),
+        )
+        for row in figures
+        if row["topk"] is not None
+    ]
+    headings = ("subject", "k x tokens", "k_q", *columns, "H2D, hot")
+    return out.table("selections of all positions; hot: LRU slots over k", headings, rows) if rows else None

@@ -18,7 +18,7 @@ from nosa_sys.slot_count import slots_of
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.decoding import Request, decode, distinct_share, first_difference
 from nosa_sys.training.evaluation_settings import EvalSettings, Subject
-from nosa_sys.training.scoring import DocumentScore, score_document
+from nosa_sys.training.scoring import Counts, DocumentScore, score_document
 from nosa_sys.training.tasks import NEEDLES, Case, make_case
 from nosa_sys.training.texts import Document, excerpts
 
@@ -36,6 +36,7 @@ class _Cell:
     asked: SparseConfig
     sparse: SparseConfig
     slots: int
+    hot_slots: int  # LRU slots whose misses are counted beside those of k slots; 0: not counted
 
     def columns(self) -> Row:
         """What every row of the cell begins with. ``budget_k`` names the cell, ``topk`` is the subject's own k."""
@@ -48,7 +49,10 @@ class _Cell:
             "context": self.context,
             "budget_k": self.asked.topk,
             "topk": None if method.dense else self.sparse.topk,
+            "block_size": self.sparse.block_size,
+            "select_blocks": None if method.dense else self.sparse.select_blocks,
             "slots": None if method.dense else self.slots,
+            "hot_slots": None if method.dense or not self.hot_slots else self.hot_slots,
             "gpu_bytes": kept.total_bytes,
             "full_kv_bytes": full_kv_bytes(shape, self.sparse, self.context),
         }
@@ -103,8 +107,10 @@ class Evaluation:
         return self.rows[n_before:]
 
     def _cell(self, subject: Subject, loaded: LoadedModel, context: int, asked: SparseConfig) -> _Cell:
-        sparse = self.settings.budget_of(subject, asked, context, loaded.model.shape)
-        return _Cell(subject, loaded, context, asked, sparse, slots_of(self.settings.slots, sparse.topk))
+        settings = self.settings
+        sparse = settings.budget_of(subject, asked, context, loaded.model.shape)
+        hot_slots = slots_of(settings.hot_slots, sparse.topk) if settings.hot_slots else 0
+        return _Cell(subject, loaded, context, asked, sparse, slots_of(settings.slots, sparse.topk), hot_slots)
 
     def _load(self, subject: Subject) -> LoadedModel:
         self._progress(f"loading {subject.name}", 0, 0)
@@ -135,7 +141,7 @@ class Evaluation:
             on_found=lambda n: self._progress("reading documents", n, needed),
         )
 
-    # ---- perplexity, misses, dense mass
+    # ---- perplexity, misses, gamma, dense mass, recall
     def _score(self, cell: _Cell) -> None:
         n = self.settings.documents
         for index, (document, tokens) in enumerate(self._cut[:n]):
@@ -146,6 +152,7 @@ class Evaluation:
                 cell.sparse,
                 method=cell.subject.method,
                 mass_positions=self.settings.mass_positions,
+                hot_slots=cell.hot_slots,
                 seed=self.settings.seed + index,
             )
             for first, last, name in self._buckets(len(score.loss)):
@@ -163,20 +170,26 @@ class Evaluation:
     @staticmethod
     def _score_columns(cell: _Cell, score: DocumentScore, first: int, end: int) -> Row:
         shape = cell.loaded.model.shape
-        heads, part = shape.n_layers * shape.n_kv_heads, slice(first, end)
-        # a step is warm when there is one before it, as in decoding
-        warm = slice(max(1, first), end)
-        n_warm, selected = max(0, end - max(1, first)), int(score.selected[warm].sum())
-        misses = float(score.misses[warm].sum()) / n_warm / heads if n_warm else None
-        block_bytes = shape.kv_block_bytes(cell.sparse.block_size)
+        heads, block_bytes = shape.n_layers * shape.n_kv_heads, shape.kv_block_bytes(cell.sparse.block_size)
+        part, warm = slice(first, end), slice(max(1, first), end)  # a step is warm when there is one before it
+        kept, selected = score.kept[warm], score.selected[warm]
+        some = selected > 0  # every head of a step selects equally many blocks, so a step's ratio is its heads' mean
+
+        def moved(name: str, misses: Counts | None) -> Row:
+            mean = None if misses is None or not len(kept) else float(misses[warm].mean()) / heads
+            bytes_a_step = None if mean is None else mean * heads * block_bytes
+            return {f"{name}misses_per_head_step": mean, f"{name}h2d_bytes_per_step": bytes_a_step}
+
         return {
             "loss_sum": float(score.loss[part].sum()),
             "n_tokens": end - first,
             "matches": int(score.matches[part].sum()),
-            "misses_per_head_step": misses,
-            "h2d_bytes_per_step": None if misses is None else misses * heads * block_bytes,
-            "gamma_weighted": float(score.kept[warm].sum()) / selected if selected else None,
+            **moved("", score.misses),
+            **moved("hot_", score.hot_misses),
+            "gamma_weighted": float(kept.sum()) / int(selected.sum()) if some.any() else None,
+            "gamma_macro": float((kept[some] / selected[some]).mean()) if some.any() else None,
             "dense_mass": score.dense_mass,
+            "recall": score.recall,
         }
 
     # ---- retrieval

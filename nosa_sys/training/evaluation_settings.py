@@ -11,7 +11,7 @@ from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.experiments.equal_bytes import kept_bytes
 from nosa_sys.methods import HEADS, get_method
 from nosa_sys.model_shape import DTYPE_BYTES, ModelShape
-from nosa_sys.slot_count import slots_of
+from nosa_sys.slot_count import GPU_SLOT_FACTOR, slots_of
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.recipe import build, check_name, check_ranges
 from nosa_sys.training.tasks import TASKS
@@ -45,7 +45,8 @@ class EvalSettings:
 
     Every subject runs in every cell: a context of ``contexts`` and a k of ``topks`` (default: that of ``sparse``; the
     ratios window/k and select/k are kept). ``budget`` blocks gives each method the same k; bytes gives each the largest
-    k whose slots, compressed keys and betas fit into what NOSA keeps on the GPU. ``slots`` is a multiple of k.
+    k whose slots, compressed keys and betas fit into what NOSA keeps on the GPU. ``slots`` is a multiple of k; so is
+    ``hot_slots``, LRU slots whose misses are counted beside those of k slots over each document (0: not counted).
     ``baseline`` (default: the first subject) is what others are held against, and its model reads what they generate.
     Zero ``documents``, ``cases`` or ``generation_documents`` leaves that part out.
     """
@@ -59,6 +60,7 @@ class EvalSettings:
     contexts: tuple[int, ...] = (8192,)
     budget: str = "blocks"
     slots: float = 1.0
+    hot_slots: float = GPU_SLOT_FACTOR
     dtype: str | None = None
     batch: int = 4
     seed: int = 0
@@ -92,7 +94,9 @@ class EvalSettings:
             raise ConfigError(f"contexts={list(self.contexts)} must be one or more of at least 2 tokens")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ConfigError(f"depths={list(self.depths)} must lie in [0, 1]")
-        check_ranges(self, slots=1, batch=1, seed=0, documents=0, buckets=1, mass_positions=0, cases=0)
+        if 0 < self.hot_slots < 1:
+            raise ConfigError(f"hot_slots={self.hot_slots} must be a multiple of k >= 1, or 0 to leave it out")
+        check_ranges(self, slots=1, hot_slots=0, batch=1, seed=0, documents=0, buckets=1, mass_positions=0, cases=0)
         check_ranges(self, generation_documents=0, generation_prompt=1, generation_tokens=1, temperature=0)
 
     @property

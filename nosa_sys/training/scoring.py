@@ -1,4 +1,4 @@
-"""Scores of one document on the engine's prefill: loss by position, what decode would move, dense mass kept."""
+"""Scores of one document on the engine's prefill: loss by position, what decode would move, dense mass and recall."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.attention import membership
+from nosa_sys.training.hot_slots import lru_misses
 from nosa_sys.training.observation import observed, token_shares
 
 Floats = NDArray[np.float64]
@@ -31,8 +32,12 @@ class DocumentScore:
 
     ``loss`` nats [T - 1] and ``matches`` whether the best guess was right; ``misses``, ``kept`` (blocks shared with the
     step before) and ``selected`` [T - 1], summed over layers and KV heads, with slots = k: what the engine loads when
-    it decodes here. ``dense_mass``: share of plain softmax attention, without beta, that lies inside the selection,
-    over ``mass_positions`` drawn positions, all layers and heads; None where nothing was sparse.
+    it decodes here. ``hot_misses`` [T - 1]: misses with ``hot_slots`` LRU slots instead (``lru_misses``), None where
+    nobody asked.
+    ``dense_mass``: share of plain softmax attention, without beta, that lies inside the selection, over
+    ``mass_positions`` drawn positions, all layers and query heads. ``recall``: share of the k blocks with the most of
+    that attention, summed over a KV head's group, that were selected, over the same positions. Both None where nothing
+    was sparse.
     """
 
     loss: Floats
@@ -40,7 +45,9 @@ class DocumentScore:
     misses: Counts
     kept: Counts
     selected: Counts
+    hot_misses: Counts | None
     dense_mass: float | None
+    recall: float | None
 
 
 @torch.no_grad()
@@ -51,17 +58,23 @@ def score_document(
     *,
     method: str = "nosa",
     mass_positions: int = 0,
+    hot_slots: int = 0,
     seed: int = 0,
     chunk: int | None = None,
 ) -> DocumentScore:
     """Run ``tokens`` (at least 2) through chunked prefill, the path that fills a sequence before it decodes.
 
-    ``mass_positions`` positions of more than k blocks are drawn for the dense mass (0: not measured).
+    ``mass_positions`` positions of more than k blocks are drawn for dense mass and recall (0: not measured).
+    ``hot_slots`` >= k LRU slots are counted too (0: not measured): all selections then stay on the device to the end,
+    layers * KV heads * tokens * blocks bytes.
     """
     if len(tokens) < 2:
         raise ConfigError(f"a document of {len(tokens)} tokens has nothing to predict; give at least 2")
+    if 0 < hot_slots < sparse.topk:
+        raise ConfigError(f"hot_slots={hot_slots} cannot hold the {sparse.topk} blocks of a step; give at least those")
     rule = get_method(method)
-    watch = _Watch(model, tokens, sparse, _draw(len(tokens), sparse, mass_positions, seed, rule.dense))
+    drawn = _draw(len(tokens), sparse, mass_positions, seed, rule.dense)
+    watch = _Watch(model, tokens, sparse, drawn, hot_slots)
     offload = not rule.dense
     memory = Memory(model, sparse, rule, n_slots=sparse.topk, offload=offload)
     memory.ensure(1, len(tokens))
@@ -84,7 +97,9 @@ def _draw(n_tokens: int, sparse: SparseConfig, n: int, seed: int, dense: bool) -
 class _Watch(PrefillOutput):
     """Takes each chunk's hidden states and selections, and reduces them at once."""
 
-    def __init__(self, model: LlamaModel, tokens: Sequence[int], sparse: SparseConfig, drawn: list[int]) -> None:
+    def __init__(
+        self, model: LlamaModel, tokens: Sequence[int], sparse: SparseConfig, drawn: list[int], hot_slots: int
+    ) -> None:
         super().__init__(0)
         device, n_tokens = model.device, len(tokens)
         self._model, self._sparse = model, sparse
@@ -97,6 +112,10 @@ class _Watch(PrefillOutput):
         self._queries: dict[int, Tensor] = {}
         self._keys: dict[int, list[Tensor]] = {}
         self._mass: list[Tensor] = []
+        self._recall: list[Tensor] = []
+        self._hot_slots = hot_slots
+        self._members: dict[int, list[Tensor]] = {}
+        self._hot_misses = torch.zeros(n_tokens, dtype=torch.int64, device=device)
 
     def observed(self) -> LlamaModel:
         """The model, whose queries and keys are seen as they pass, for the positions that were drawn."""
@@ -117,18 +136,22 @@ class _Watch(PrefillOutput):
         born = (positions % size == 0) * member.shape[0]  # the current block of each head, never loaded
         part = slice(chunk_first, chunk_first + n)
         self._counts[:, part] += torch.stack([selected - kept - born, kept, selected])
+        if self._hot_slots:
+            self._members.setdefault(layer, []).append(member)
         self._add_mass(layer, chunk_first, member)
 
     def _add_mass(self, layer: int, chunk_first: int, member: Tensor) -> None:
-        """Dense attention of this chunk's drawn queries: mass [drawn, q_head] inside their blocks."""
+        """Dense attention of this chunk's drawn queries: mass inside their blocks, recall of the heaviest ones."""
         inside = (self._drawn >= chunk_first) & (self._drawn < chunk_first + member.shape[1])
-        drawn = self._drawn[inside]
+        drawn, size = self._drawn[inside], self._sparse.block_size
         if not len(drawn):
             return
         shares = token_shares(self._queries[layer][drawn - chunk_first], torch.cat(self._keys[layer]), drawn)
-        blocks = torch.arange(shares.shape[3], device=shares.device) // self._sparse.block_size
-        chosen = member[:, drawn - chunk_first][:, :, blocks].unsqueeze(2)
-        self._mass.append((shares * chosen).sum(-1).flatten().double())
+        by_block = F.pad(shares, (0, -shares.shape[3] % size)).unflatten(3, (-1, size)).sum(-1)
+        chosen = member[:, drawn - chunk_first, : by_block.shape[3]]  # [kv_head, drawn, block]
+        self._mass.append((by_block * chosen.unsqueeze(2)).sum(-1).flatten().double())
+        heaviest = by_block.sum(2).sort(dim=-1, descending=True, stable=True).indices[..., : self._sparse.topk]
+        self._recall.append(chosen.gather(2, heaviest).double().mean(-1).flatten())
 
     def keep_hidden(self, chunk_first: int, x: Tensor) -> None:
         n = min(len(x), len(self._tokens) - 1 - chunk_first)
@@ -141,14 +164,17 @@ class _Watch(PrefillOutput):
         self._matches[part] = logits.argmax(-1) == targets
 
     def finish(self, model: LlamaModel) -> None:
-        """Everything is reduced already."""
+        """All but the hot buffer, which needs the whole document, is reduced already."""
+        for chunks in self._members.values():
+            self._hot_misses += lru_misses(torch.cat(chunks, dim=1), self._hot_slots, self._sparse.block_size)
+        self._members = {}
 
     def score(self, dense: bool) -> DocumentScore:
         last = len(self._tokens) - 1
         counts = self._counts[:, :last].cpu().numpy()
         if dense:  # nothing is selected and nothing crosses
             counts = np.zeros_like(counts)
-        mass = float(torch.cat(self._mass).mean()) if self._mass else None
-        return DocumentScore(
-            self._loss[:last].cpu().numpy(), self._matches[:last].cpu().numpy(), counts[0], counts[1], counts[2], mass
-        )
+        hot = self._hot_misses[:last].cpu().numpy() if self._hot_slots else None
+        mass, recall = (float(torch.cat(parts).mean()) if parts else None for parts in (self._mass, self._recall))
+        loss, matches = self._loss[:last].cpu().numpy(), self._matches[:last].cpu().numpy()
+        return DocumentScore(loss, matches, counts[0], counts[1], counts[2], hot, mass, recall)

@@ -14,8 +14,14 @@ from nosa_sys.training.statistics import Interval, exponential, interval
 from nosa_sys.training.texts import Document
 
 Row = dict[str, Any]
-_CELL = ("subject", "method", "head", "context", "budget_k", "topk", "slots", "gpu_bytes")
-_SIDE = ("misses_per_head_step", "h2d_bytes_per_step", "gamma_weighted", "dense_mass", "d2h_bytes_per_step")
+_CELL = (
+    *("subject", "method", "head", "context", "budget_k", "topk", "block_size", "select_blocks"),
+    *("slots", "hot_slots", "gpu_bytes"),
+)
+_SIDE = (
+    *("misses_per_head_step", "h2d_bytes_per_step", "hot_misses_per_head_step", "hot_h2d_bytes_per_step"),
+    *("gamma_weighted", "gamma_macro", "dense_mass", "recall", "d2h_bytes_per_step"),
+)
 
 
 def evaluation_document(
@@ -50,7 +56,7 @@ def summarise(rows: Sequence[Row], against: Iterable[str], seed: int = 0) -> lis
         for row in chosen:
             groups.setdefault((row["subject"], row["context"], row["budget_k"], row[label]), []).append(row)
         for (subject, context, k, part), group in groups.items():
-            figure: Row = {"kind": kind, **{name: group[0][name] for name in _CELL}, label: part}
+            figure: Row = {"kind": kind, **{name: group[0].get(name) for name in _CELL}, label: part}
             figure |= {"documents": len({row["document"] for row in group}), "rows": len(group)}
             figure |= _estimate(kind, group, value, seed)
             for other in names:

@@ -9,19 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nosa_sys.cli.eval import figure_tables
 from nosa_sys.engine.sampling import SamplingParams
 from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.experiments.equal_bytes import kept_bytes
 from nosa_sys.model_shape import ModelShape
+from nosa_sys.models.load import LoadedModel
+from nosa_sys.models.random import random_model
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.decoding import Request, decode, distinct_share, first_difference
-from nosa_sys.training.evaluate import Evaluation
+from nosa_sys.training.evaluate import Evaluation, _Cell
 from nosa_sys.training.evaluation_settings import EvalSettings, Subject, largest_budget, parse_eval_recipe
-from nosa_sys.training.scoring import score_document
+from nosa_sys.training.scoring import DocumentScore, score_document
 from nosa_sys.training.summaries import summarise
 from nosa_sys.training.texts import Document
 from tests.cli.tiny_checkpoint import write_checkpoint
-from tests.training.small import SPARSE, tiny, tokens
+from tests.training.small import SHAPE, SPARSE, tiny, tokens
 
 SUBJECTS = [("dense", "full", "none"), ("infllmv2", "infllmv2", "none"), ("nosa", "nosa", "ed_dma")]
 
@@ -86,12 +89,42 @@ def test_parts_add_up_and_methods_move_what_they_should(evaluated: tuple[EvalSet
         moved = row["misses_per_head_step"]
         assert (moved == 0) == (row["subject"] == "dense")
         assert row["h2d_bytes_per_step"] == pytest.approx(moved * 4 * 2 * 16 * 16 * 8)
-        assert (row["dense_mass"] is None) == (row["subject"] == "dense")
+        sparse = row["subject"] != "dense"
+        assert [row[name] is not None for name in ("dense_mass", "recall", "gamma_macro", "gamma_weighted")] == [
+            sparse
+        ] * 4
+        assert (row["hot_slots"], row["block_size"]) == (7 if sparse else None, 16)
+        assert row["hot_misses_per_head_step"] <= moved
+        assert row["hot_h2d_bytes_per_step"] == pytest.approx(row["hot_misses_per_head_step"] * 4 * 2 * 16 * 16 * 8)
     nosa, query = (
         np.mean([r["misses_per_head_step"] for r in pick(rows, kind="perplexity", part="all", subject=name)])
         for name in ("nosa", "infllmv2")
     )
     assert nosa < query
+
+
+def test_gamma_is_weighed_by_blocks_and_by_steps() -> None:
+    """A step that keeps 1 of 4 and one that keeps 2 of 2: 3 of 6 blocks, and a mean of 0.625. Step 0 has no gamma."""
+    model = random_model(SHAPE, 0, "float64")
+    settings = EvalSettings(name="t", subjects=(Subject("a"),))
+    cell = _Cell(settings.subjects[0], LoadedModel(model, ""), 4, SPARSE, SPARSE, 5, 7)
+    counts = [np.array(values) for values in ([9, 3, 0], [7, 1, 2], [8, 4, 2], [9, 2, 0])]
+    zeros = np.zeros(3)
+    score = DocumentScore(zeros, zeros > 0, counts[0], counts[1], counts[2], counts[3], None, None)
+    row = Evaluation._score_columns(cell, score, 0, 3)
+    assert (row["gamma_weighted"], row["gamma_macro"]) == (0.5, 0.625)
+    assert (row["misses_per_head_step"], row["hot_misses_per_head_step"]) == (1.5 / 4, 1.0 / 4)
+    only_cold = Evaluation._score_columns(cell, score, 0, 1)
+    assert [only_cold[name] for name in ("gamma_macro", "gamma_weighted", "misses_per_head_step")] == [None] * 3
+
+
+def test_figures_of_rows_without_the_newer_columns(evaluated: tuple[EvalSettings, list[dict[str, Any]]]) -> None:
+    newer = {"hot_slots", "block_size", "select_blocks", "recall", "gamma_macro", "hot_misses_per_head_step"}
+    rows = [{name: value for name, value in row.items() if name not in newer} for row in evaluated[1]]
+    (figure,) = pick(summarise(rows, ["dense"]), kind="perplexity", subject="nosa", context=640, part="all")
+    assert {figure[name] for name in newer} == {None}
+    assert figure["dense_mass"] > 0
+    assert len(figure_tables([figure], "dense")) == 2
 
 
 def test_generation_of_the_baseline_is_its_own_continuation(
@@ -180,6 +213,8 @@ def test_equal_bytes_fill_the_budget(method: str, ratio: float) -> None:
         ({"contexts": []}, "contexts="),
         ({"depths": [2.0]}, "depths="),
         ({"slots": 0.5}, "slots=0.5 must be >= 1"),
+        ({"hot_slots": 0.5}, "hot_slots=0.5 must be a multiple of k"),
+        ({"hot_slots": -1}, "hot_slots=-1.0 must be >= 0"),
         ({"dtype": "int8"}, "dtype='int8'"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 from nosa_sys.engine.engine import Engine
 from nosa_sys.errors import ConfigError
+from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.scoring import score_document
 from nosa_sys.training.statistics import exponential, interval
 from tests.training.small import SHAPE, SPARSE, tiny, tokens
@@ -54,8 +55,9 @@ def test_misses_and_gamma_are_those_of_decoding(method: str, chunk: int) -> None
     assert set(score.selected[SPARSE.topk_tokens :]) == {SPARSE.topk * SHAPE.n_layers * SHAPE.n_kv_heads}
 
 
-def test_dense_mass_by_a_formula_of_its_own() -> None:
-    """One layer: its inputs do not depend on the method. Mass of every sparse position, token by token."""
+def test_dense_mass_and_recall_by_formulas_of_their_own() -> None:
+    """One layer: its inputs do not depend on the method. Mass of every sparse position, token by token, and how many of
+    the blocks that hold most of a KV head's mass were selected."""
     import dataclasses
 
     from nosa_sys.methods import get_method
@@ -69,17 +71,72 @@ def test_dense_mass_by_a_formula_of_its_own() -> None:
     selected = select(q, k, beta, SPARSE, get_method("nosa"))
     assert selected is not None
     blocks = selected.block_ids
-    shares = []
+    shares, found = [], []
     for p in range(80, 130):
+        by_block = np.zeros((2, 9))
         for head in range(4):
             weights = (k[: p + 1, head // 2] @ q[p, head] / math.sqrt(8)).softmax(0)
             chosen = {int(j) for j in blocks[p, head // 2] if j >= 0}
             shares.append(sum(float(weights[t]) for t in range(p + 1) if t // 16 in chosen))
+            for t in range(p + 1):
+                by_block[head // 2, t // 16] += float(weights[t])
+        for head in range(2):
+            best = {int(j) for j in np.argsort(-by_block[head])[:5]}
+            found.append(len(best & {int(j) for j in blocks[p, head]}) / 5)
     score = score_document(model, ids.tolist(), SPARSE, mass_positions=1000, chunk=40)
     assert score.dense_mass == pytest.approx(np.mean(shares), rel=1e-5)
     assert 0.3 < score.dense_mass < 0.999
+    assert score.recall == pytest.approx(np.mean(found))
+    assert 0.4 < score.recall < 0.95
     some = score_document(model, ids.tolist(), SPARSE, mass_positions=5, seed=1)
     assert some.dense_mass != pytest.approx(score.dense_mass, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["nosa", "infllmv2", "dma"])
+def test_tokens_in_place_of_blocks(method: str) -> None:
+    """Blocks of one token, windows of two: every set, its misses and its perplexity, one query at a time in float64."""
+    import dataclasses
+
+    from nosa_sys.methods import get_method
+    from nosa_sys.models.random import random_model
+
+    model, rule = random_model(dataclasses.replace(SHAPE, n_layers=1), 0, "float64"), get_method(method)
+    ids, sparse = tokens(70), SparseConfig(1, 2, 1, topk=24, init_blocks=2, window_size=8, select_blocks=6)
+    q, k, v, beta = model.attention_inputs(0, model.embed(ids))
+    q, k = model.rope(q, k, torch.arange(70))
+    used = beta if rule.uses_beta else torch.zeros_like(beta)
+    free = {"nosa": 16 - 11, "infllmv2": 24 - 11, "dma": 0}[method]
+    attended, before, misses = torch.zeros(70, 4, 8, dtype=torch.float64), [set(), set()], []
+    for p in range(70):
+        loaded = 0
+        for head in range(2):
+            sets = set(range(p + 1))
+            if p + 1 > 24:
+                forced = {0, 1, *range(p - 8, p + 1)}
+                candidates = sorted(sets - forced)
+                means = torch.stack([(k[i, head] + k[i + 1, head]) / 2 for i in range(p)])
+                scores = sum((means @ q[p, h] / math.sqrt(8)).softmax(0) for h in (2 * head, 2 * head + 1))
+                by_query = {j: float(max(scores[i] for i in (j - 1, j) if 0 <= i < p)) for j in candidates}
+                query_aware = set(sorted(candidates, key=lambda j: (-by_query[j], j))[:free])
+                betas = (beta[:-1, head] + beta[1:, head]) / 2
+                by_beta = {j: float(max(betas[i] for i in (j - 1, j) if 0 <= i < p)) for j in candidates}
+                rest = sorted(set(candidates) - query_aware, key=lambda j: (-by_beta[j], j))
+                sets = forced | query_aware | set(rest[: 24 - len(forced | query_aware)])
+            chosen = sorted(sets)
+            for h in (2 * head, 2 * head + 1):
+                weights = (k[chosen, head] @ q[p, h] / math.sqrt(8) + used[chosen, head]).softmax(0)
+                attended[p, h] = weights @ v[chosen, head]
+            loaded += len(sets - before[head] - {p})
+            before[head] = sets
+        misses.append(loaded)
+    x = model.attention_output(0, model.embed(ids), attended)
+    loss = -model.logits(x).log_softmax(-1)[torch.arange(69), ids[1:]]
+    score = score_document(model, ids.tolist(), sparse, method=method, hot_slots=30, mass_positions=9, chunk=32)
+    np.testing.assert_allclose(score.loss, loss.numpy(), rtol=1e-9)
+    assert score.misses.tolist() == misses[:69]
+    assert (sum(misses) > 0) == (method != "dma")
+    assert score.hot_misses is not None
+    assert score.hot_misses.sum() <= score.misses.sum()
 
 
 def test_short_documents() -> None:
