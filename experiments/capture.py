@@ -35,6 +35,7 @@ class CaptureRequest:
     """Everything a capture depends on; ``prompts`` are texts, one sequence each.
 
     ``force_tokens`` are decoded whatever the model says; bare token ids are one tuple a sequence, or one for all.
+    ``rope_theta`` replaces the model's rotary base, for contexts longer than it was made for.
     """
 
     sparse: SparseConfig
@@ -49,6 +50,7 @@ class CaptureRequest:
     device: str = "cpu"
     adapter: str | None = None
     convert_dense: bool = False
+    rope_theta: float | None = None
     schedule: str | None = None
     runner: str | None = None
     offload: bool | None = None
@@ -80,6 +82,7 @@ def open_model(request: CaptureRequest) -> LoadedModel:
         head=request.head,
         adapter=request.adapter,
         convert_dense=request.convert_dense,
+        rope_theta=request.rope_theta,
     )
 
 

@@ -28,6 +28,10 @@ _FLUSH_ORDER = ("prefill", "betas", "scores", "selections", "steps")
 # takes, and a quarter more disk.
 _SPLIT_COLUMNS = {"selections": ("block_ids", "origins")}
 _ZSTD_LEVEL = 1
+# Where size counts and time does not: a twelfth less disk for half a minute a trace, on top of a better order of rows.
+SMALLEST_LEVEL = 19
+_SPLIT_SMALLEST = _SPLIT_COLUMNS | {"scores": ("window_scores",), "betas": ("beta_mean",)}
+_SMALLEST_PAGE_BYTES = 16 * 2**20
 _VALUES_AT_ONCE = 65536  # an eighth less processor time than arrow's 1024
 _MAX_PENDING_FLUSHES = 2
 
@@ -73,6 +77,7 @@ class TraceWriter:
         directory: created when missing. A trace that is there already is refused unless ``overwrite``.
         meta: the record to write; ``complete`` is ignored.
         rows_per_part: every table is flushed when one of them has buffered this many rows.
+        smallest: spend time on small files; for traces that are rewritten to be kept.
         background: a thread of its own writes what is flushed, two flushes behind at most; its error is raised by the
             next flush. `close` and `abandon` try again what it could not write.
     """
@@ -84,13 +89,14 @@ class TraceWriter:
         *,
         rows_per_part: int = 65536,
         overwrite: bool = False,
+        smallest: bool = False,
         background: bool = False,
     ) -> None:
         if rows_per_part < 1:
             raise TraceError(f"rows_per_part={rows_per_part} must be >= 1")
         self.directory = Path(directory)
         self.meta = dataclasses.replace(meta, complete=False)
-        self._rows_per_part = rows_per_part
+        self._rows_per_part, self._smallest = rows_per_part, smallest
         self._buffers: dict[str, list[pa.RecordBatch]] = {name: [] for name in _FLUSH_ORDER}
         self._buffered_rows = dict.fromkeys(_FLUSH_ORDER, 0)
         self._n_parts = dict.fromkeys(_FLUSH_ORDER, 0)
@@ -220,7 +226,7 @@ class TraceWriter:
         partial = path.with_name(path.name + ".partial")
         try:
             folder.mkdir(exist_ok=True)
-            _write_parquet(table, rows, partial)
+            _write_parquet(table, rows, partial, smallest=self._smallest)
             with open(partial, "rb+") as handle:
                 os.fsync(handle.fileno())
             os.replace(partial, path)
@@ -230,19 +236,22 @@ class TraceWriter:
         self._n_parts[table] += 1
 
 
-def _write_parquet(table: str, rows: pa.Table, where: Path | io.BytesIO) -> None:
-    split = _SPLIT_COLUMNS.get(table, ())
+def _write_parquet(table: str, rows: pa.Table, where: Path | io.BytesIO, *, smallest: bool = False) -> None:
+    split = (_SPLIT_SMALLEST if smallest else _SPLIT_COLUMNS).get(table, ())
     others = [name for name in rows.column_names if name not in split]
+    lists = {field.name for field in rows.schema if pa.types.is_list(field.type)}
+    paths = [f"{name}.list.element" if name in lists else name for name in split]
     pq.write_table(
         rows,
         where,
         compression="zstd",
-        compression_level=_ZSTD_LEVEL,
+        compression_level=SMALLEST_LEVEL if smallest else _ZSTD_LEVEL,
         use_dictionary=others,
-        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in split} or None,
-        write_statistics=others,
+        column_encoding=dict.fromkeys(paths, "BYTE_STREAM_SPLIT") or None,
+        write_statistics=False if smallest else others,
         write_page_checksum=True,
         write_batch_size=_VALUES_AT_ONCE,
+        data_page_size=_SMALLEST_PAGE_BYTES if smallest else None,
     )
 
 

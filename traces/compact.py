@@ -1,0 +1,165 @@
+"""Compact traces: the same rows in an order that compresses, scores rounded or left out, some sequences alone.
+
+A compact trace is a trace like any other: it passes the check, and what it still holds replays to the same figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from nosa_sys.errors import TraceError
+from nosa_sys.methods import get_method
+from nosa_sys.traces.reader import Trace
+from nosa_sys.traces.reselect import match_keys, n_blocks_of, reselect
+from nosa_sys.traces.rows import column, list_column
+from nosa_sys.traces.schema import SCHEMAS, WHOLE_STEP_LAYER, TraceMeta
+from nosa_sys.traces.writer import TraceWriter
+
+FULL_BITS = 24  # of a float32, the leading one included
+_ORDER = {
+    "selections": ("sequence", "layer", "kv_head", "step"),
+    "scores": ("sequence", "layer", "kv_head", "step"),
+    "betas": ("sequence", "layer", "kv_head", "window"),
+    "steps": ("layer", "step"),
+    "prefill": ("sequence", "layer"),
+}
+
+
+def compact_trace(
+    trace: Trace, directory: Path, *, sequences: Sequence[int] | None = None, score_bits: int | None = None
+) -> TraceMeta:
+    """Write ``trace`` anew into ``directory``, small; returns its meta.
+
+    Rows are ordered stream by stream, so that a selection stands beside the one before it. ``sequences`` keeps those
+    alone (default: all); sums of their steps are then made anew, without times, which were those of the whole batch.
+    ``score_bits``: significant bits of the scores kept, FULL_BITS for all; None leaves out scores and betas. Rows whose
+    rounded scores would select other blocks keep theirs whole. Raises TraceError for sequences that the trace lacks,
+    and for some of the sequences of a trace with prefetched bytes, which belong to no sequence.
+    """
+    tables = {name: trace.table(name) for name in SCHEMAS if trace.has(name)}
+    meta = trace.meta
+    if score_bits is None:
+        tables = {name: table for name, table in tables.items() if name not in ("scores", "betas")}
+    elif not 1 <= score_bits <= FULL_BITS:
+        raise TraceError(f"score_bits={score_bits} must lie in [1, {FULL_BITS}]")
+    if sequences is not None:
+        meta, tables = _some_sequences(trace, tables, sorted(set(sequences)))
+    tables = {name: _ordered(name, table) for name, table in tables.items()}
+    if score_bits is not None and score_bits < FULL_BITS and "scores" in tables:
+        tables["scores"] = _rounded_scores(Trace(trace.directory, meta, tables=tables), score_bits)
+    writer = TraceWriter(directory, meta, smallest=True, overwrite=True)
+    for name in SCHEMAS:
+        if name in tables:
+            writer.add_table(name, tables[name])
+    writer.close(sequences=meta.sequences, n_steps=meta.n_steps)
+    return writer.meta
+
+
+def _ordered(name: str, table: pa.Table) -> pa.Table:
+    order = np.lexsort([column(table, key) for key in reversed(_ORDER[name])])
+    return table.take(pa.array(order)).combine_chunks()
+
+
+def _some_sequences(
+    trace: Trace, tables: dict[str, pa.Table], kept: list[int]
+) -> tuple[TraceMeta, dict[str, pa.Table]]:
+    meta = trace.meta
+    known = {info.id: info for info in meta.sequences}
+    if not kept or (missing := [number for number in kept if number not in known]):
+        raise TraceError(
+            f"trace {trace.directory} has no sequence {missing[0] if kept else 'left'}; it has {list(known)}"
+        )
+    own = {
+        name: table.filter(pa.array(np.isin(column(table, "sequence"), kept)))
+        for name, table in tables.items()
+        if name != "steps"
+    }
+    infos = tuple(known[number] for number in kept)
+    forced = dict(meta.forced_tokens)
+    if forced:  # the digest was that of all sequences
+        forced = {"source": forced.get("source", ""), "tokens": sum(info.new_tokens for info in infos)}
+    steps = _step_sums(trace, own["selections"])
+    n_steps = len(np.unique(column(steps, "step")))
+    return dataclasses.replace(meta, sequences=infos, forced_tokens=forced, n_steps=n_steps), own | {"steps": steps}
+
+
+def _step_sums(trace: Trace, selections: pa.Table) -> pa.Table:
+    """Table `steps` of these selection rows: sums for each layer that the trace's own table has, -1 for all."""
+    meta, before = trace.meta, trace.table("steps")
+    if column(before, "prefetch_bytes").any() or column(before, "wasted_prefetch_bytes").any():
+        raise TraceError(f"trace {trace.directory} has prefetched bytes, which belong to no sequence; keep all of them")
+    rows = {
+        name: column(selections, name) for name in ("step", "position", "sequence", "layer", "n_misses", "h2d_bytes")
+    }
+    fills = (rows["position"] + 1) % meta.sparse.block_size == 0
+    rows["d2h_bytes"] = np.where(fills & (not get_method(meta.method).dense), meta.block_bytes, 0)
+    parts = []
+    for layer in np.unique(column(before, "layer")).tolist():
+        own = rows["layer"] == layer if layer != WHOLE_STEP_LAYER else np.ones(len(fills), dtype=np.bool_)
+        steps, of_row = np.unique(rows["step"][own], return_inverse=True)
+        pairs = np.unique(np.stack([rows["step"][own], rows["sequence"][own]], axis=1), axis=0)
+        columns = {"step": steps, "layer": np.full(len(steps), layer)}
+        columns["n_sequences"] = np.unique(pairs[:, 0], return_counts=True)[1]
+        for name in ("n_misses", "h2d_bytes", "d2h_bytes"):
+            sums = np.zeros(len(steps), dtype=np.int64)
+            np.add.at(sums, of_row, rows[name][own])
+            columns[name] = sums
+        parts.append(columns)
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    n_rows, schema = len(joined["step"]), SCHEMAS["steps"]
+    nothing = {"prefetch_bytes": np.zeros(n_rows), "wasted_prefetch_bytes": np.zeros(n_rows)}
+    joined |= nothing
+    arrays = [
+        pa.array(joined[field.name].astype(field.type.to_pandas_dtype()), type=field.type)
+        if field.name in joined
+        else pa.nulls(n_rows, field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def round_scores(values: np.ndarray, bits: int) -> np.ndarray:
+    """float32 values >= 0 with ``bits`` significant bits, to the nearest, halves up: their order stays, ties appear.
+
+    >>> round_scores(np.array([1.0, 1.1, 1.24, 3.0], dtype=np.float32), 3).tolist()
+    [1.0, 1.0, 1.25, 3.0]
+    """
+    dropped = FULL_BITS - bits
+    raw = np.ascontiguousarray(values).view(np.uint32)
+    return (((raw + (1 << dropped >> 1)) >> dropped) << dropped).astype(np.uint32).view(np.float32)
+
+
+def _rounded_scores(trace: Trace, bits: int) -> pa.Table:
+    """Table `scores` rounded, but for rows that would select other blocks under the captured configuration."""
+    table, meta = trace.table("scores"), trace.meta
+    values, offsets = list_column(table, "window_scores")
+    rounded = round_scores(values, bits)
+    index = table.schema.get_field_index("window_scores")
+
+    def with_values(flat: np.ndarray) -> pa.Table:
+        lists = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat))
+        return table.set_column(index, table.schema.field(index), lists)
+
+    method = get_method(meta.method)
+    if method.dense or not method.query_aware_picks(meta.sparse, meta.sparse.n_forced):
+        return with_values(rounded)
+    rows = trace.selections
+    rows = rows.take(n_blocks_of(rows.position, meta.sparse) > meta.sparse.topk)
+    tables = {name: trace.table(name) for name in SCHEMAS if trace.has(name)}
+    again = reselect(
+        Trace(trace.directory, meta, tables=tables | {"scores": with_values(rounded)}), rows, meta.sparse, method
+    )
+    differs = (rows.block_ids != again.block_ids) | (rows.origins != again.origins)
+    other = np.bincount(rows.row_of_entry[differs], minlength=len(rows)) > 0
+    keys = ("step", "sequence", "layer", "kv_head")
+    whole = match_keys(
+        np.stack([column(table, key).astype(np.int64) for key in keys], axis=1),
+        np.stack([getattr(rows, key)[other].astype(np.int64) for key in keys], axis=1),
+    )
+    of_value = np.repeat(whole >= 0, np.diff(offsets))
+    return with_values(np.where(of_value, values, rounded))
