@@ -7,6 +7,7 @@ attention, so that it is what NOSA would attend to if it selected everything.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -170,6 +171,18 @@ class Rankings:
         """Mean true mass over all queries of the document whose window the block has left: one order for ever."""
         return self._later(self.mass)
 
+    def later_mass_for_age(self) -> Tensor:
+        """``later_mass`` over what blocks of the same ages get on average: what a block's content alone says."""
+        candidates, ids = self._candidates(), torch.arange(self._width, device=self.mass.device)
+        ages = (self.n_blocks[self._grid].view(-1, 1) - 1 - ids).clamp(min=0)  # [grid query, block]
+        got = self.mass[self._grid].masked_fill(~candidates, 0.0).transpose(0, 1)  # [kv_head, grid query, block]
+        n_heads = len(got)
+        sums = torch.zeros(n_heads, self._width, device=got.device)
+        sums.scatter_add_(1, ages.flatten().expand(n_heads, -1), got.flatten(1))
+        counts = torch.bincount(ages[candidates[:, 0]], minlength=self._width).clamp(min=1)
+        expected = (sums / counts)[:, ages].masked_fill(~candidates[:, 0], 0.0).sum(1)
+        return (got.sum(1) / expected.clamp(min=torch.finfo(got.dtype).tiny)).expand_as(self.mass)
+
     def later_mass_unpicked(self) -> Tensor:
         """As ``later_mass``, but a query that picks the block by its score counts as zero: what only the fill keeps."""
         at = self._grid
@@ -223,10 +236,13 @@ class Rule:
     picks: str = "scores"
     fill: str = "beta_max"
     select_blocks: int | None = None
+    local_blocks: int | None = None
 
     def budgets(self, cfg: SparseConfig) -> SparseConfig:
-        """``cfg`` with the rule's own query-aware share."""
-        return cfg if self.select_blocks is None else cfg.with_k_e(cfg.topk - self.select_blocks)
+        """``cfg`` with the rule's own query-aware share and window, where it has them."""
+        local_blocks = cfg.local_blocks if self.local_blocks is None else self.local_blocks
+        select_blocks = cfg.select_blocks if self.select_blocks is None else self.select_blocks
+        return dataclasses.replace(cfg, window_size=local_blocks * cfg.block_size, select_blocks=select_blocks)
 
 
 @torch.no_grad()

@@ -49,6 +49,7 @@ RULES = (
     Rule("picks by true mass, fill by later mass", picks="mass", fill="later_mass"),
     Rule("fill: later mass (static, ideal)", fill="later_mass"),
     Rule("fill: later mass unpicked (static, ideal)", fill="later_mass_unpicked"),
+    Rule("fill: later mass for its age (static, ideal)", fill="later_mass_for_age"),
     Rule("no pick, fill: later mass (static, ideal)", "dma", fill="later_mass"),
     Rule("fill: past mass (causal)", fill="past_mass"),
     Rule("fill: past scores (causal)", fill="past_scores"),
@@ -59,7 +60,8 @@ RULES = (
     Rule("fill: recent", fill="recent"),
     Rule("fill: random order", fill="drawn"),
 )
-MORE_PICKS = (9, 10, 12, 16)  # select_blocks besides the budget's own, for betas and the ideal order
+MORE_PICKS = (1, 2, 4, 8)  # query-aware blocks beyond the budget's own, for betas and the ideal order
+WINDOWS = (1.5, 2.0)  # times the budget's own, then the widest that leaves the picks alone
 SLOT_FACTORS = (1.0, 1.25)
 KINDS = ("plain", "biased")
 OnLayer = Callable[[int], None]
@@ -72,8 +74,8 @@ class Settings:
 
     topks: tuple[int, ...] = (32, 16)
     positions: int = 256
-    run: int = 768
-    stride: int = 8
+    run: int = 600
+    stride: int = 16
     seed: int = 0
 
     def budgets(self) -> list[SparseConfig]:
@@ -81,12 +83,17 @@ class Settings:
 
 
 def rules_of(cfg: SparseConfig) -> list[Rule]:
-    """RULES, and betas and the ideal static order with more query-aware blocks where the budget has the room."""
-    more = [n for n in MORE_PICKS if cfg.select_blocks < n <= cfg.topk - cfg.init_blocks - cfg.local_blocks]
+    """RULES, and where the budget has the room: more query-aware blocks (betas and the ideal order), wider windows."""
+    room = cfg.topk - cfg.query_budget  # blocks of the budget that neither picks nor forced ones need
+    selects = [cfg.select_blocks + n for n in MORE_PICKS if n <= room]
+    widest = cfg.local_blocks + room
+    windows = [n for n in (int(cfg.local_blocks * factor) for factor in WINDOWS) if cfg.local_blocks < n < widest]
     return [
         *RULES,
-        *(Rule(f"NOSA, select {n}", select_blocks=n) for n in more),
-        *(Rule(f"fill: later mass, select {n}", fill="later_mass", select_blocks=n) for n in more),
+        *(Rule(f"NOSA, select {n}", select_blocks=n) for n in selects),
+        *(Rule(f"fill: later mass, select {n}", fill="later_mass", select_blocks=n) for n in selects),
+        *(Rule(f"NOSA, window {n}", local_blocks=n) for n in [*windows, widest]),
+        *(Rule(f"fill: later mass, window {n}", fill="later_mass", local_blocks=n) for n in windows),
     ]
 
 
@@ -158,7 +165,8 @@ def measure(
     settings: Settings,
     on_layer: OnLayer | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows (topk, rule, kind, mass by layer, misses) of one document, whose prefill selects with the first budget.
+    """Rows (topk, rule, attention, mass by layer, and in plain attention misses) of one document, whose prefill selects
+    with the first budget.
 
     ``on_layer`` hears of every layer twice and more: as each chunk of the prefill comes to it, and when it is compared.
     """
@@ -172,14 +180,16 @@ def measure(
             attention = block_mass(inputs, where.positions, budgets[0].block_size, biased=kind == "biased")
             for cfg in budgets:
                 rankings = Rankings(inputs, where.positions, where.grid, cfg, attention, settings.seed)
-                looked_at = torch.cat([where.drawn, where.run])
+                looked_at = torch.cat([where.drawn, where.run]) if kind == "plain" else where.drawn
                 values = _values(rankings, rules_of(cfg), looked_at)
                 for rule in rules_of(cfg):
+                    key = (cfg.topk, kind, rule.name)
                     ids = select(rule, values, rankings.n_blocks[looked_at], cfg)
                     n = len(where.drawn)
                     inside = mass_inside(attention[where.drawn], ids[:n])
-                    mass.setdefault((cfg.topk, kind, rule.name), []).append(float(inside.mean()))
-                    runs.setdefault((cfg.topk, kind, rule.name), []).append(ids[n:].cpu())
+                    mass.setdefault(key, []).append(float(inside.mean()))
+                    if kind == "plain":
+                        runs.setdefault(key, []).append(ids[n:].cpu())
                 whole = attention[where.drawn].topk(cfg.topk, dim=-1).values.sum(-1)
                 mass.setdefault((cfg.topk, kind, ANY_BLOCKS), []).append(float(whole.mean()))
         if on_layer is not None:
@@ -217,7 +227,8 @@ def summarize(documents: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         row = {key: same[0][key] for key in ("topk", "attention", "rule")}
         row["mass"] = float(by_layer.mean())
         for key in ("misses_1k", "misses_1.25k"):
-            row[key] = float(np.mean([other[key] for other in same])) if key in same[0] else None
+            if key in same[0]:
+                row[key] = float(np.mean([other[key] for other in same]))
         row["mass_by_document"] = by_layer.mean(1).tolist()
         row["mass_by_layer"] = by_layer.mean(0).tolist()
         rows.append(row)
@@ -229,7 +240,7 @@ def table_rows(rows: list[dict[str, Any]], topk: int) -> list[list[Any]]:
     plain = {row["rule"]: row for row in rows if row["topk"] == topk and row["attention"] == "plain"}
     biased = {row["rule"]: row for row in rows if row["topk"] == topk and row["attention"] == "biased"}
     return [
-        [name, f"{row['mass']:.3f}", f"{biased[name]['mass']:.3f}", row["misses_1k"], row["misses_1.25k"]]
+        [name, f"{row['mass']:.3f}", f"{biased[name]['mass']:.3f}", row.get("misses_1k"), row.get("misses_1.25k")]
         for name, row in sorted(plain.items(), key=lambda item: -item[1]["mass"])
     ]
 

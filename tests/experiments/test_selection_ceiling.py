@@ -13,7 +13,18 @@ from nosa_sys.engine.prefill import prefill_logits
 from nosa_sys.errors import ConfigError
 from nosa_sys.experiments import selection_ceiling
 from nosa_sys.experiments.block_rankings import LayerInputs, Rankings, Rule, block_mass, mass_inside, record, select
-from nosa_sys.experiments.selection_ceiling import RULES, Settings, measure, misses_a_step, places, summarize
+from nosa_sys.experiments.selection_ceiling import (
+    RULES,
+    Settings,
+    measure,
+    misses_a_step,
+    places,
+    rules_of,
+    summarize,
+)
+from nosa_sys.experiments.selection_ceiling import (
+    SPARSE as LARGE,
+)
 from tests.training.small import SHAPE, SPARSE, tiny, tokens
 
 N_TOKENS = 230
@@ -79,9 +90,8 @@ def unforced(p: int) -> Iterator[int]:
 
 def test_ideal_orders_query_by_query(rankings: Rankings, plain: np.ndarray) -> None:
     grid = range(2, N_TOKENS, 3)
-    later, unpicked, past = (
-        x.numpy() for x in (rankings.later_mass(), rankings.later_mass_unpicked(), rankings.past_mass())
-    )
+    later, unpicked = rankings.later_mass().numpy(), rankings.later_mass_unpicked().numpy()
+    aged, past = rankings.later_mass_for_age().numpy(), rankings.past_mass().numpy()
     scores = rankings.scores.numpy()
     a = SPARSE.query_budget - SPARSE.n_forced
     assert a == 1
@@ -92,6 +102,12 @@ def test_ideal_orders_query_by_query(rankings: Rankings, plain: np.ndarray) -> N
                 p: p >= SPARSE.topk_tokens and max(unforced(p), key=lambda i: scores[p, head, i]) == j for p in queries
             }
             assert later[0, head, j] == pytest.approx(np.mean([plain[p, head, j] for p in queries]), rel=1e-4)
+            typical = [
+                np.mean([plain[g, head, g // BLOCK - age] for g in grid if g // BLOCK - age in unforced(g)])
+                for age in (p // BLOCK - j for p in queries)
+            ]
+            for_age = sum(plain[p, head, j] for p in queries) / sum(typical)
+            assert aged[9, head, j] == pytest.approx(for_age, rel=1e-4)
             left = [0.0 if picked[p] else plain[p, head, j] for p in queries]
             assert unpicked[50, head, j] == pytest.approx(np.mean(left), rel=1e-4, abs=1e-7)
             for now in (150, 229):
@@ -160,19 +176,19 @@ def test_misses_of_a_run() -> None:
     assert 0 < found["misses_1.25k"] < found["misses_1k"] <= 1  # a = 1 query-aware pick
 
 
-def test_a_document_and_its_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_and_its_summary() -> None:
     rows = measure(tiny(seed=3), IDS, [SPARSE], SETTINGS)
     again = measure(tiny(seed=3), IDS, [SPARSE], SETTINGS)
     assert rows == again
     summary = summarize([rows, measure(tiny(seed=3), tokens(N_TOKENS, 6).tolist(), [SPARSE], SETTINGS)])
     by_rule = {(row["attention"], row["rule"]): row for row in summary}
-    assert len(by_rule) == len(summary) == 2 * (len(RULES) + 1)
+    assert len(by_rule) == len(summary) == 2 * (len(rules_of(SPARSE)) + 1)
     nosa = by_rule["plain", "NOSA"]
     assert len(nosa["mass_by_layer"]) == SHAPE.n_layers
     assert nosa["mass"] == pytest.approx(np.mean(nosa["mass_by_document"]))
     assert by_rule["plain", "DMA"]["misses_1k"] == 0
     assert by_rule["plain", "fill: later mass (static, ideal)"]["misses_1k"] <= 1
-    assert by_rule["plain", selection_ceiling.ANY_BLOCKS]["misses_1k"] is None
+    assert "misses_1k" not in by_rule["plain", selection_ceiling.ANY_BLOCKS]
     for (kind, _), row in by_rule.items():
         assert row["mass"] <= by_rule[kind, selection_ceiling.ANY_BLOCKS]["mass"] + 1e-9
 
@@ -193,6 +209,17 @@ def test_mass_of_nosa_is_what_the_evaluation_reports() -> None:
     assert early is not None
     both = (n_early * early + 115 * float(np.mean(nosa["mass_by_layer"]))) / (n_early + 115)
     assert both == pytest.approx(late, rel=1e-5)
+
+
+def test_rules_with_budgets_of_their_own() -> None:
+    by_name = {rule.name: rule.budgets(LARGE) for rule in rules_of(LARGE)}
+    assert by_name["NOSA"] == LARGE
+    assert [by_name[f"NOSA, select {n}"].select_blocks for n in (9, 10, 12, 16)] == [9, 10, 12, 16]
+    assert [by_name[f"NOSA, window {n}"].local_blocks for n in (12, 16, 23)] == [12, 16, 23]
+    assert {cfg.topk for cfg in by_name.values()} == {32}
+    assert [rule.name for rule in rules_of(LARGE.with_topk(16)) if "NOSA, " in rule.name] == [
+        "NOSA, select 5", "NOSA, select 6", "NOSA, select 8", "NOSA, window 6", "NOSA, window 8", "NOSA, window 11"
+    ]  # fmt: skip
 
 
 def test_documents_that_are_too_short() -> None:
