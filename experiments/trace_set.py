@@ -45,7 +45,6 @@ from nosa_sys.models.load import LoadedModel, check_device
 from nosa_sys.outputs import whole_directory
 from nosa_sys.traces.schema import write_text_whole
 
-_FIRST_CAPTURE_S = 60.0  # guess for a capture, until one has been timed
 _MODULE = "nosa_sys.experiments.trace_set"
 
 
@@ -64,15 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that check and compact")
     given = parser.parse_args(arguments)
     end_s = time.monotonic() + 60 * given.minutes if given.minutes is not None else float("inf")
-    command = " ".join([f"python -m {_MODULE}", *(sys.argv[1:] if arguments is None else arguments)])
     try:
-        return _session(given, command, lambda: end_s - time.monotonic())
+        return _session(given, lambda: end_s - time.monotonic())
     except NosaError as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _session(given: argparse.Namespace, command: str, left_s: Callable[[], float]) -> int:
+def _session(given: argparse.Namespace, left_s: Callable[[], float]) -> int:
     settings = parse_trace_set(read_yaml_mapping(given.recipe, TRACE_SET_KEYS), str(given.recipe))
     if given.documents_only is not None:
         documents = open_documents(settings.documents, given.texts, settings.characters)
@@ -91,13 +89,20 @@ def _session(given: argparse.Namespace, command: str, left_s: Callable[[], float
     run.capture(captures, left_s)
     finished = [capture for capture in captures if run.is_there(capture)]
     if finished:
-        facts = {"name": settings.name, "command": command, "captures_planned": len(captures)}
+        facts = {"name": settings.name, "command": _command(given), "captures_planned": len(captures)}
         shipped = given.shipped or given.out / "shipped"
         document = run.ship(finished, facts, shipped, workers=given.workers)
         print(f"{shipped}: {document['n_bytes']:,} bytes of {settings.budget_bytes:,}; {len(finished)} captures")
     left = len(captures) - len(finished)
     print("all finished" if not left else f"{left} captures are left; the same command goes on")
     return 3 if left else 0
+
+
+def _command(given: argparse.Namespace) -> str:
+    """What makes the set again, with names for folders that differ from place to place."""
+    places = f"--out OUT{' --texts TEXTS' if given.texts else ''}"
+    only = "" if given.only is None else f" --only '{given.only}'"
+    return f"python -m {_MODULE} {given.recipe} {places} --device {given.device}{only}"
 
 
 def _chosen(settings: TraceSetSettings, only: str | None) -> list[Capture]:
@@ -181,7 +186,7 @@ class TraceSetRun:
         seconds: list[float] = []
         todo = [capture for capture in captures if not self.is_there(capture)]
         for number, capture in enumerate(todo):
-            if left_s() < (1.2 * max(seconds) if seconds else min(_FIRST_CAPTURE_S, left_s())):
+            if left_s() <= 1.2 * max(seconds, default=0.0):
                 return
             begun = time.monotonic()
             summary = self._capture(capture)

@@ -22,7 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nosa_sys.errors import ConfigError
@@ -98,12 +98,16 @@ def open_documents(entries: tuple[DocumentEntry, ...], texts: Path | None, limit
     if texts is None:
         with tempfile.TemporaryDirectory() as work:
             return [fetch_document(entry, Path(work), limit) for entry in entries]
-    found = {document.name: document.text for document in read_texts(texts)}
+    found: dict[str, str] = {}
+    for text_file in read_texts(texts):
+        found[text_file.name.removeprefix("./")] = text_file.text
+        found.setdefault(PurePosixPath(text_file.name).name, text_file.text)
     manifest = _read_manifest(texts)
     documents = []
     for entry in entries:
-        names = entry.members if entry.source == "file" else tuple(entry.name + suffix for suffix in SUFFIXES)
-        text = next((found[name] for name in (*names, *(f"{entry.name}{s}" for s in SUFFIXES)) if name in found), None)
+        own = tuple(entry.name + suffix for suffix in SUFFIXES)
+        names = (*entry.members, *own) if entry.source == "file" else own
+        text = next((found[name] for name in names if name in found), None)
         if text is None:
             raise ConfigError(
                 f"{texts} has no text {names[0]} for document {entry.name}; --documents-only DIR writes it where there "

@@ -1,6 +1,7 @@
 """Compact traces: the same rows in an order that compresses, scores rounded or left out, some sequences alone.
 
 A compact trace is a trace like any other: it passes the check, and what it still holds replays to the same figures.
+Steps keep their whole-step row; those of single layers are sums of the selections, and times that do not compress.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def compact_trace(
     and for some of the sequences of a trace with prefetched bytes, which belong to no sequence.
     """
     tables = {name: trace.table(name) for name in SCHEMAS if trace.has(name)}
+    tables["steps"] = tables["steps"].filter(pa.array(column(tables["steps"], "layer") == WHOLE_STEP_LAYER))
     meta = trace.meta
     if score_bits is None:
         tables = {name: table for name, table in tables.items() if name not in ("scores", "betas")}
@@ -89,38 +91,37 @@ def _some_sequences(
 
 
 def _step_sums(trace: Trace, selections: pa.Table) -> pa.Table:
-    """Table `steps` of these selection rows: sums for each layer that the trace's own table has, -1 for all."""
+    """Whole-step rows of table `steps` for these selection rows."""
     meta, before = trace.meta, trace.table("steps")
     if column(before, "prefetch_bytes").any() or column(before, "wasted_prefetch_bytes").any():
         raise TraceError(f"trace {trace.directory} has prefetched bytes, which belong to no sequence; keep all of them")
-    rows = {
-        name: column(selections, name) for name in ("step", "position", "sequence", "layer", "n_misses", "h2d_bytes")
+    step, of_row = np.unique(column(selections, "step"), return_inverse=True)
+    members = np.unique(np.stack([of_row, column(selections, "sequence")], axis=1), axis=0)
+    fills = (column(selections, "position") + 1) % meta.sparse.block_size == 0
+    writes_back = fills & (not get_method(meta.method).dense)
+
+    def summed(values: np.ndarray) -> np.ndarray:
+        total = np.zeros(len(step), dtype=np.int64)
+        np.add.at(total, of_row, values)
+        return total
+
+    columns = {
+        "step": step,
+        "layer": np.full(len(step), WHOLE_STEP_LAYER),
+        "n_sequences": np.bincount(members[:, 0]),
+        "n_misses": summed(column(selections, "n_misses")),
+        "h2d_bytes": summed(column(selections, "h2d_bytes")),
+        "d2h_bytes": summed(writes_back * meta.block_bytes),
+        "prefetch_bytes": np.zeros(len(step)),
+        "wasted_prefetch_bytes": np.zeros(len(step)),
     }
-    fills = (rows["position"] + 1) % meta.sparse.block_size == 0
-    rows["d2h_bytes"] = np.where(fills & (not get_method(meta.method).dense), meta.block_bytes, 0)
-    parts = []
-    for layer in np.unique(column(before, "layer")).tolist():
-        own = rows["layer"] == layer if layer != WHOLE_STEP_LAYER else np.ones(len(fills), dtype=np.bool_)
-        steps, of_row = np.unique(rows["step"][own], return_inverse=True)
-        pairs = np.unique(np.stack([rows["step"][own], rows["sequence"][own]], axis=1), axis=0)
-        columns = {"step": steps, "layer": np.full(len(steps), layer)}
-        columns["n_sequences"] = np.unique(pairs[:, 0], return_counts=True)[1]
-        for name in ("n_misses", "h2d_bytes", "d2h_bytes"):
-            sums = np.zeros(len(steps), dtype=np.int64)
-            np.add.at(sums, of_row, rows[name][own])
-            columns[name] = sums
-        parts.append(columns)
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    n_rows, schema = len(joined["step"]), SCHEMAS["steps"]
-    nothing = {"prefetch_bytes": np.zeros(n_rows), "wasted_prefetch_bytes": np.zeros(n_rows)}
-    joined |= nothing
     arrays = [
-        pa.array(joined[field.name].astype(field.type.to_pandas_dtype()), type=field.type)
-        if field.name in joined
-        else pa.nulls(n_rows, field.type)
-        for field in schema
+        pa.array(columns[field.name].astype(field.type.to_pandas_dtype()), type=field.type)
+        if field.name in columns
+        else pa.nulls(len(step), field.type)
+        for field in SCHEMAS["steps"]
     ]
-    return pa.Table.from_arrays(arrays, schema=schema)
+    return pa.Table.from_arrays(arrays, schema=SCHEMAS["steps"])
 
 
 def round_scores(values: np.ndarray, bits: int) -> np.ndarray:
