@@ -211,15 +211,19 @@ def command_line() -> str:
     return " ".join((name, *sys.argv[1:]))
 
 
-def facts(model: LlamaModel) -> dict[str, Any]:
-    """Machine, versions and command line, for the head of a result file."""
-    link = nvidia_link() if model.device.type == "cuda" else None
+def run_facts(device: str) -> dict[str, Any]:
+    """Machine, versions and command line of a run on ``device``, for the head of a result file."""
+    link = nvidia_link() if device.startswith("cuda") else None
     return {
-        "device": device_name(str(model.device)),
+        "device": device_name(device),
         "driver": link[0] if link else None,
         "pcie": link[1] if link else None,
         "versions": versions(),
         "git_revision": git_revision(),
         "command": command_line(),
-        "model": model.shape.to_dict(),
     }
+
+
+def facts(model: LlamaModel) -> dict[str, Any]:
+    """``run_facts`` of the model's device, and the model's shape."""
+    return run_facts(str(model.device)) | {"model": model.shape.to_dict()}

@@ -13,6 +13,7 @@ from nosa_sys.cli.app import run
 from nosa_sys.errors import TraceError
 from nosa_sys.report.results_page.breakdown import breakdown
 from nosa_sys.report.results_page.files import ResultRows, read_rows
+from nosa_sys.report.results_page.head_numerics import head_numerics
 from nosa_sys.report.results_page.hot_buffer import hot_buffer_table
 from nosa_sys.report.results_page.link_limit import link_limit
 from nosa_sys.report.results_page.page import ResultsPage, build_results_page, build_sections
@@ -22,7 +23,10 @@ from nosa_sys.simulator.hardware import load_hardware
 from nosa_sys.traces.schema import STATUSES
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
-ALWAYS = {"breakdown", "phases", "link-limit", "k-e", "fragments", "hot-buffer", "validation-h200", "validation-cpu"}
+ALWAYS = {
+    *("breakdown", "phases", "link-limit", "k-e", "fragments", "hot-buffer", "head-numerics"),
+    *("validation-h200", "validation-cpu"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,20 @@ def test_the_headline_of_schedules_follows_the_rows() -> None:
     headline = breakdown(fast, ResultRows("none", [], {}), load_hardware("h200"))[0].headline
     assert headline.count("serial (") == len({r["segment"] for r in fast.having("step_ms_median", schedule="serial")})
     assert "two_batch (" not in headline
+
+
+def test_the_headline_of_head_numerics_follows_the_rows() -> None:
+    """Fewer of DMA's cores changed, and nothing else: ED-DMA's part stays."""
+    found = read_rows(RESULTS, "cpu/head_numerics/numerics.json")
+    before = head_numerics(found)
+    for row in found.rows:
+        if (row["part"], row.get("head"), row.get("kept")) == ("precision", "dma", "bfloat16"):
+            row["n_cores_changed"] = 1
+    after = head_numerics(found)
+    assert after.headline.endswith("the core changes in 1 of 90 heads.")
+    assert not before.headline.endswith("the core changes in 1 of 90 heads.")
+    assert before.headline.split(";")[0] == after.headline.split(";")[0]
+    assert head_numerics(dataclasses.replace(found, rows=[r for r in found.rows if r["part"] == "grid"])).empty
 
 
 def test_rows_that_are_not_there_leave_a_command_and_no_figure(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from nosa_sys.report.results_page.budgets import k_e_sweep
 from nosa_sys.report.results_page.errors import predicted_against_measured
 from nosa_sys.report.results_page.files import profile_table, read_rows
 from nosa_sys.report.results_page.fragments import fragments
+from nosa_sys.report.results_page.head_numerics import head_numerics
 from nosa_sys.report.results_page.hot_buffer import hot_buffer_table
 from nosa_sys.report.results_page.link_limit import link_limit
 from nosa_sys.report.results_page.section import Section
@@ -48,6 +49,7 @@ def build_sections(root: Path, hardware: str) -> list[Section]:
         link_limit(stages["schedules"], stages["paper"], stages["hot_buffer"], profile),
         k_e_sweep(budgets, profile),
         fragments(profile_table(hardware, "link_runs"), bench, budgets, profile),
+        head_numerics(read_rows(root, "cpu/head_numerics/numerics.json")),
         *predicted_against_measured(root),
     ]
 
