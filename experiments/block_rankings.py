@@ -104,7 +104,7 @@ class Rankings:
     def __init__(
         self, inputs: LayerInputs, positions: Tensor, grid: Tensor, cfg: SparseConfig, mass: Tensor, seed: int
     ) -> None:
-        self._inputs, self._positions, self._grid, self._cfg, self._seed = inputs, positions, grid, cfg, seed
+        self._inputs, self._positions, self._grid, self.cfg, self._seed = inputs, positions, grid, cfg, seed
         self.mass = mass
         self.n_blocks = positions // cfg.block_size + 1
         self._width = mass.shape[2]
@@ -112,7 +112,7 @@ class Rankings:
         self.scores = self._pooled_scores()
 
     def _pooled_scores(self) -> Tensor:
-        cfg = self._cfg
+        cfg = self.cfg
         key_means = window_means(self._inputs.k, cfg.kernel_size, cfg.kernel_stride).transpose(0, 1)
         parts = []
         for start in range(0, len(self._positions), _QUERIES_AT_ONCE):
@@ -127,7 +127,7 @@ class Rankings:
     # ---- what the engine has
     def beta_max(self) -> Tensor:
         """Pooled betas as the engine ranks by them: the best window of a block."""
-        cfg = self._cfg
+        cfg = self.cfg
         means = window_means(self._inputs.beta, cfg.kernel_size, cfg.kernel_stride).T
         return pool_windows(means.expand(len(self._positions), -1, -1), self._windows, self._width, cfg)
 
@@ -187,7 +187,7 @@ class Rankings:
         """As ``later_mass``, but a query that picks the block by its score counts as zero: what only the fill keeps."""
         at = self._grid
         scores = self.scores[at]
-        chosen = select_blocks(scores, scores, self.n_blocks[at], self._cfg, get_method("nosa"))
+        chosen = select_blocks(scores, scores, self.n_blocks[at], self.cfg, get_method("nosa"))
         by_score = torch.where(chosen.origins == QUERY_AWARE, chosen.block_ids, -1)
         picked = membership(by_score, self._width).transpose(0, 1)
         left = self.mass.clone()
@@ -197,7 +197,7 @@ class Rankings:
     # ---- helpers
     def _of_blocks(self, x: Tensor) -> Tensor:
         """[token, kv_head] -> [block, token in it, kv_head], a last partial block left out (it is the current one)."""
-        size = self._cfg.block_size
+        size = self.cfg.block_size
         return x[: len(x) // size * size].unflatten(0, (-1, size))
 
     def _everywhere(self, by_block: Tensor) -> Tensor:
@@ -208,8 +208,8 @@ class Rankings:
     def _candidates(self) -> Tensor:
         """bool [grid query, 1, block]: neither sink nor in the window."""
         ids = torch.arange(self._width, device=self.mass.device)
-        first_in_window = (self.n_blocks[self._grid] - 1 - self._cfg.local_blocks).view(-1, 1, 1)
-        return (ids >= self._cfg.init_blocks) & (ids < first_in_window)
+        first_in_window = (self.n_blocks[self._grid] - 1 - self.cfg.local_blocks).view(-1, 1, 1)
+        return (ids >= self.cfg.init_blocks) & (ids < first_in_window)
 
     def _later(self, values: Tensor) -> Tensor:
         candidates = self._candidates()
@@ -219,7 +219,7 @@ class Rankings:
     def _past(self, values: Tensor) -> Tensor:
         grid_positions = self._positions[self._grid]
         ids = torch.arange(self._width, device=values.device)
-        full = (grid_positions.view(-1, 1) >= (ids + 1) * self._cfg.block_size).unsqueeze(1)
+        full = (grid_positions.view(-1, 1) >= (ids + 1) * self.cfg.block_size).unsqueeze(1)
         sums = values[self._grid].masked_fill(~full, 0.0).cumsum(0)
         counts = full.cumsum(0).clamp(min=1)
         last = torch.searchsorted(grid_positions, self._positions) - 1  # the last grid query before each query

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import rankdata
 from torch import Tensor
 
 from nosa_sys.cli import console
@@ -51,6 +52,8 @@ RULES = (
     Rule("fill: later mass unpicked (static, ideal)", fill="later_mass_unpicked"),
     Rule("fill: later mass for its age (static, ideal)", fill="later_mass_for_age"),
     Rule("no pick, fill: later mass (static, ideal)", "dma", fill="later_mass"),
+    Rule("no pick, fill: recent", "dma", fill="recent"),
+    Rule("no pick, fill: random order", "dma", fill="drawn"),
     Rule("fill: past mass (causal)", fill="past_mass"),
     Rule("fill: past scores (causal)", fill="past_scores"),
     Rule("fill: beta, mean of block", fill="beta_mean"),
@@ -164,9 +167,9 @@ def measure(
     budgets: list[SparseConfig],
     settings: Settings,
     on_layer: OnLayer | None = None,
-) -> list[dict[str, Any]]:
-    """Rows (topk, rule, attention, mass by layer, and in plain attention misses) of one document, whose prefill selects
-    with the first budget.
+) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """One document, whose prefill selects with the first budget: rows (topk, rule, attention, mass by layer, and in
+    plain attention misses), and ``beta_facts`` by layer.
 
     ``on_layer`` hears of every layer twice and more: as each chunk of the prefill comes to it, and when it is compared.
     """
@@ -175,6 +178,7 @@ def measure(
     layers = record(model, tokens, budgets[0], where.positions, on_layer)
     mass: dict[tuple[int, str, str], list[float]] = {}
     runs: dict[tuple[int, str, str], list[Tensor]] = {}
+    betas: list[dict[str, float]] = []
     for layer, inputs in enumerate(layers):
         for kind in KINDS:
             attention = block_mass(inputs, where.positions, budgets[0].block_size, biased=kind == "biased")
@@ -190,6 +194,8 @@ def measure(
                     mass.setdefault(key, []).append(float(inside.mean()))
                     if kind == "plain":
                         runs.setdefault(key, []).append(ids[n:].cpu())
+                if kind == "plain" and cfg is budgets[0]:
+                    betas.append(beta_facts(rankings))
                 whole = attention[where.drawn].topk(cfg.topk, dim=-1).values.sum(-1)
                 mass.setdefault((cfg.topk, kind, ANY_BLOCKS), []).append(float(whole.mean()))
         if on_layer is not None:
@@ -203,7 +209,21 @@ def measure(
             cfg = next(cfg for cfg in budgets if cfg.topk == topk)
             row |= misses_a_step(torch.stack(chosen).numpy(), first, cfg, settings.run // 3)
         rows.append(row)
-    return rows
+    return rows, {key: [facts_of_layer[key] for facts_of_layer in betas] for key in betas[0]}
+
+
+def beta_facts(rankings: Rankings) -> dict[str, float]:
+    """Of the pooled betas that the last query can rank by, KV heads averaged: their standard deviation, and their rank
+    correlation with the mean true mass of later queries (0 where all are equal)."""
+    last = slice(rankings.cfg.init_blocks, int(rankings.n_blocks[-1]) - 1 - rankings.cfg.local_blocks)
+    beta, later = (
+        values[-1, :, last].double().cpu().numpy() for values in (rankings.beta_max(), rankings.later_mass())
+    )
+    ranks = [
+        np.corrcoef(rankdata(b), rankdata(m))[0, 1] if np.ptp(b) and np.ptp(m) else 0.0
+        for b, m in zip(beta, later, strict=True)
+    ]
+    return {"pooled_beta_std": float(beta.std(1).mean()), "rank_correlation": float(np.mean(ranks))}
 
 
 ANY_BLOCKS = "any k blocks, none forced"
@@ -309,7 +329,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "notes": loaded.notes,
         "settings": {**asdict(settings), "context": arguments.context, "sparse": SPARSE.to_dict()},
         "documents": [name for name, _ in documents],
-        "rows": summarize(measured),
+        "betas": {key: np.mean([betas[key] for _, betas in measured], axis=0).tolist() for key in measured[0][1]},
+        "rows": summarize([rows for rows, _ in measured]),
     }
 
 

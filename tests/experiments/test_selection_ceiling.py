@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from scipy.stats import spearmanr
 
 from nosa_sys.engine.prefill import prefill_logits
 from nosa_sys.errors import ConfigError
@@ -16,6 +17,7 @@ from nosa_sys.experiments.block_rankings import LayerInputs, Rankings, Rule, blo
 from nosa_sys.experiments.selection_ceiling import (
     RULES,
     Settings,
+    beta_facts,
     measure,
     misses_a_step,
     places,
@@ -130,6 +132,19 @@ def test_simple_rankings(rankings: Rankings, layer: LayerInputs) -> None:
     assert recent[p, head].tolist() == [0, c - 3, c - 2, c - 1, c]
 
 
+def test_rank_correlation_of_betas(layer: LayerInputs, rankings: Rankings) -> None:
+    found = beta_facts(rankings)
+    part = slice(1, N_TOKENS // BLOCK - SPARSE.local_blocks)
+    beta, later = rankings.beta_max()[-1, :, part].numpy(), rankings.later_mass()[-1, :, part].numpy()
+    expected = [spearmanr(b, m).statistic for b, m in zip(beta, later, strict=True)]
+    assert found["rank_correlation"] == pytest.approx(np.mean(expected), abs=1e-6)
+    assert found["pooled_beta_std"] == pytest.approx(np.mean([np.std(b) for b in beta]), rel=1e-4)
+    flat = LayerInputs(layer.q, layer.k, layer.v, torch.zeros_like(layer.beta))
+    every = torch.arange(N_TOKENS)
+    equal = beta_facts(Rankings(flat, every, every, SPARSE, rankings.mass, seed=0))
+    assert equal == {"pooled_beta_std": 0.0, "rank_correlation": 0.0}
+
+
 def test_no_rule_keeps_more_than_the_ceiling(layer: LayerInputs) -> None:
     """By query and head; and an ideal fill is better than a random one."""
     every = torch.arange(N_TOKENS)
@@ -177,10 +192,11 @@ def test_misses_of_a_run() -> None:
 
 
 def test_a_document_and_its_summary() -> None:
-    rows = measure(tiny(seed=3), IDS, [SPARSE], SETTINGS)
-    again = measure(tiny(seed=3), IDS, [SPARSE], SETTINGS)
+    rows, betas = measure(tiny(seed=3), IDS, [SPARSE], SETTINGS)
+    again, _ = measure(tiny(seed=3), IDS, [SPARSE], SETTINGS)
     assert rows == again
-    summary = summarize([rows, measure(tiny(seed=3), tokens(N_TOKENS, 6).tolist(), [SPARSE], SETTINGS)])
+    assert [len(by_layer) for by_layer in betas.values()] == [SHAPE.n_layers] * 2
+    summary = summarize([rows, measure(tiny(seed=3), tokens(N_TOKENS, 6).tolist(), [SPARSE], SETTINGS)[0]])
     by_rule = {(row["attention"], row["rule"]): row for row in summary}
     assert len(by_rule) == len(summary) == 2 * (len(rules_of(SPARSE)) + 1)
     nosa = by_rule["plain", "NOSA"]
@@ -200,7 +216,7 @@ def test_mass_of_nosa_is_what_the_evaluation_reports() -> None:
     every = Settings(positions=N_TOKENS - N_TOKENS // 2, run=24, stride=3)
     where = places(N_TOKENS, SPARSE, every)
     assert where.positions[where.drawn].tolist() == list(range(115, 230))
-    rows = measure(tiny(seed=3), IDS, [SPARSE], every)
+    rows, _ = measure(tiny(seed=3), IDS, [SPARSE], every)
     nosa = next(row for row in rows if row["rule"] == "NOSA" and row["attention"] == "plain")
     late = score_document(tiny(seed=3), IDS, SPARSE, mass_positions=1000).dense_mass
     assert late is not None
