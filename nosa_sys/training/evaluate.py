@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class Evaluation:
         self.settings, self._device, self._progress = settings, device, progress
         self.rows: list[Row] = []
         self.notes: list[str] = []
+        self._loaded: tuple[Subject, LoadedModel] | None = None
         self._baseline = self._load(settings.ordered_subjects[0])
         self._documents = documents
         self._cut: list[tuple[Document, list[int]]] = self._cut_documents()
@@ -113,6 +115,10 @@ class Evaluation:
         return _Cell(subject, loaded, context, asked, sparse, slots_of(settings.slots, sparse.topk), hot_slots)
 
     def _load(self, subject: Subject) -> LoadedModel:
+        """Its model; that of the subject before serves again where only budgets or methods differ."""
+        weights = dataclasses.replace(subject, name="any", method="full", sparse=None)
+        if self._loaded is not None and self._loaded[0] == weights:
+            return self._loaded[1]
         self._progress(f"loading {subject.name}", 0, 0)
         default = "bfloat16" if self._device.startswith("cuda") else "float32"
         loaded = load_model(
@@ -125,6 +131,7 @@ class Evaluation:
             rope_theta=subject.rope_theta,
         )
         self.notes += [f"{subject.name}: {note}" for note in loaded.notes]
+        self._loaded = weights, loaded
         return loaded
 
     # ---- documents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,28 @@ def test_parts_add_up_and_methods_move_what_they_should(evaluated: tuple[EvalSet
         for name in ("nosa", "infllmv2")
     )
     assert nosa < query
+
+
+def test_subjects_of_one_model_load_it_once(tmp_path: Path) -> None:
+    """A head is another model, budgets and methods are not; each subject's own budgets are what counts."""
+    model = str(write_checkpoint(tmp_path / "tiny"))
+    wider = dataclasses.replace(SPARSE, topk=9)
+    subjects = (
+        Subject("a", model=model),
+        Subject("b", model=model, sparse=wider),
+        Subject("c", model=model, method="dma"),
+        Subject("d", model=model, head="none"),
+        Subject("e", model=model, sparse=wider, method="full", head="none"),
+    )
+    settings = EvalSettings(
+        name="t", subjects=subjects, sparse=SPARSE, contexts=(300,), documents=1, cases=0, generation_documents=0
+    )
+    loaded: list[str] = []
+    evaluation = Evaluation(settings, texts(1), progress=lambda stage, *_: loaded.append(stage))
+    rows = [row for row in evaluation.run() if row["part"] == "all"]
+    assert [stage for stage in loaded if stage.startswith("loading")] == ["loading a", "loading d"]
+    assert [row["topk"] for row in rows] == [5, 9, 5, 5, None]
+    assert len({row["loss_sum"] for row in rows}) == 5
 
 
 def test_gamma_is_weighed_by_blocks_and_by_steps() -> None:
