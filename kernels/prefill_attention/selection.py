@@ -167,10 +167,8 @@ def queue_selection(
         if scored:
             scores = causal_scores(queries, key_means[:, :n_windows], first_position + start, cfg)
         parts.append(select_windows(scores, betas, lengths[start : start + step], cfg.n_blocks(context), cfg, method))
-    if len(parts) == 1:
-        block_ids, origins, counts, errors = parts[0][:4]
-    else:
-        block_ids, origins, counts, errors = (torch.cat([part[i] for part in parts]) for i in range(4))
+    columns = zip(*((part.block_ids, part.origins, part.counts, part.errors) for part in parts), strict=True)
+    block_ids, origins, counts, errors = (torch.cat(column) if len(column) > 1 else column[0] for column in columns)
     return Selection(block_ids, origins, counts), errors
 
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from nosa_sys.engine.block_stream import BlockStream
+from nosa_sys.engine.block_stream import BlockStream, consecutive_runs
 from nosa_sys.engine.pinned import PinnedArena, PinnedBuffer, memory_available_bytes, refuse_unless_free
 from nosa_sys.engine.tensors import free_bytes, grown
 from nosa_sys.errors import CapacityError
@@ -146,19 +146,20 @@ class BlockPool:
         betas ``betas`` [n_pages, kv_head, block] (else they may be None).
 
         Blocks on a GPU go to a registered host pool beside whatever runs: ``settle`` before they are read."""
+        by_page = self.layers[layer].unflatten(0, (-1, self.n_kv_heads))
         if self._stream is not None and blocks.is_cuda:
-            by_page = self.layers[layer].unflatten(0, (-1, self.n_kv_heads))
             self._stream.write(by_page, pages, blocks)
             return
-        rows = self.rows_of(pages)
-        self.layers[layer][rows] = blocks.flatten(0, 1).to(self.device)
         page_betas = self.betas[layer]
-        if page_betas is not None and betas is not None:
-            page_betas[rows] = betas.flatten(0, 1)
+        for page, start, length in consecutive_runs(pages):  # slices: page numbers would have to be copied to a GPU
+            by_page[page : page + length] = blocks[start : start + length]
+            if page_betas is not None and betas is not None:
+                betas_by_page = page_betas.unflatten(0, (-1, self.n_kv_heads))
+                betas_by_page[page : page + length] = betas[start : start + length]
 
     def write_partial(self, layer: int, page: int, kv: Tensor, betas: Tensor | None) -> None:
         """Store the first tokens of an unfinished block: kv [kv_head, 2, n, head_dim], betas [kv_head, n]."""
-        rows, n = self.rows_of([page]), kv.shape[2]
+        rows, n = slice(page * self.n_kv_heads, (page + 1) * self.n_kv_heads), kv.shape[2]
         self.layers[layer][rows, :, :n] = kv
         page_betas = self.betas[layer]
         if page_betas is not None and betas is not None:

@@ -100,8 +100,11 @@ class ContextStore:
             beta_means = window_means(betas[start:], cfg.kernel_size, cfg.kernel_stride)
             self.key_means[layer][lane, :, old:new] = key_means.transpose(0, 1)
             self.beta_means[layer][lane, :, old:new] = beta_means.T
-        tail = torch.arange(max(0, n_tokens - cfg.kernel_size), n_tokens, device=keys.device)
-        self.ring[layer][lane, tail % cfg.kernel_size] = keys[tail]
+        ring, start = self.ring[layer][lane], max(0, n_tokens - cfg.kernel_size)
+        at = start % cfg.kernel_size
+        n_before_wrap = min(n_tokens - start, cfg.kernel_size - at)
+        ring[at : at + n_before_wrap] = keys[start : start + n_before_wrap]
+        ring[: n_tokens - start - n_before_wrap] = keys[start + n_before_wrap :]
         return betas
 
     def append_tokens(self, layer: int, lanes: Tensor, positions: Tensor, keys: Tensor, betas: Tensor) -> None:

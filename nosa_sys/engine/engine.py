@@ -25,6 +25,7 @@ from nosa_sys.engine.sequence import SequenceState, TokenEvent, make_request
 from nosa_sys.engine.setup import (
     check_injection,
     check_sizes,
+    default_prefill_chunk,
     make_runner,
     resolve_policy,
     resolve_runner,
@@ -52,7 +53,7 @@ class Engine:
         policy: which blocks stay beyond the selection: exact (none), lru or beta; default exact where slots = k.
         host_kv_dtype: must be the model's dtype for now.
         key_means_dtype: how compressed keys are kept: float32 (the definition), or model: the model's dtype.
-        prefill_chunk: prompt tokens per prefill pass.
+        prefill_chunk: prompt tokens per prefill pass; default 4096 on a GPU, which few of them leave idle, else 512.
         record_scores: keep stage-1 scores and beta means in the trace, for replay under other budgets.
         on_prefill: called with the number of prompt tokens of each finished prefill chunk, for progress bars.
         offload: finished blocks live in host memory; default for every method but full, which keeps all on the device.
@@ -90,7 +91,7 @@ class Engine:
         policy: str | None = None,
         host_kv_dtype: str | None = None,
         key_means_dtype: str = "float32",
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         max_batch: int = 8,
         host_memory_bytes: int | None = None,
         recorder: Recorder | None = None,
@@ -114,6 +115,7 @@ class Engine:
         self.runner_name = resolve_runner(runner, model.device.type)
         self.slots = resolve_slots(slots, sparse, offload=self.offload, runner=self.runner_name)
         self.policy = resolve_policy(policy, self.slots, sparse.topk)
+        prefill_chunk = default_prefill_chunk(model.device.type) if prefill_chunk is None else prefill_chunk
         check_sizes(prefill_chunk=prefill_chunk, max_batch=max_batch, host_memory_bytes=host_memory_bytes)
         if host_kv_dtype not in (None, model.shape.dtype):
             raise ConfigError(f"host_kv_dtype={host_kv_dtype!r} must equal the model's dtype {model.shape.dtype!r}")

@@ -241,7 +241,8 @@ class Memory:
             if n_tokens > n_finished * size:
                 self.pool.write_partial(layer, pages[n_finished], kv_tail, beta_tail)
             return
-        self.slots.poison_rows(layer, self.slots.lane_rows(lane)[:, 0])
+        if self.slots.poisons:
+            self.slots.poison_rows(layer, self.slots.lane_rows(lane)[:, 0])
         self.slots.blocks[layer][lane, :, 0] = -1
         if n_tokens > n_finished * size:
             assert beta_tail is not None  # a method with slots selects, so its context is kept

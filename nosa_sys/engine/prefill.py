@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from nosa_sys.engine.memory import Memory
-from nosa_sys.engine.prefill_context import KeptContext, LayerClock, PoolContext, PromptContext
+from nosa_sys.engine.prefill_context import ChunkReports, KeptContext, LayerClock, PoolContext, PromptContext
 from nosa_sys.errors import NumericsError
-from nosa_sys.kernels.block_selection import raise_selection_errors
 from nosa_sys.kernels.block_selection.reference import Selection
 from nosa_sys.kernels.prefill_attention import prefill_attention, queue_selection
 from nosa_sys.methods import get_method
@@ -60,7 +59,9 @@ class PrefillRunner:
     """Prefills sequences of one engine, ``chunk`` tokens at a time.
 
     ``keep_context``: the prompt's K and V of all layers stay on the device until its prefill ends, and no chunk reads
-    earlier blocks back; default on a GPU. ``on_chunk`` is called with the number of tokens of each finished chunk.
+    earlier blocks back; default on a GPU. ``on_chunk`` is called with the number of tokens of each chunk, on a GPU when
+    the chunk before it is done. ``store`` False: no block is stored, so that the lane cannot decode; needs
+    ``keep_context``.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class PrefillRunner:
         on_chunk: Callable[[int], None] | None = None,
         *,
         keep_context: bool | None = None,
+        store: bool = True,
     ) -> None:
-        self.model, self.memory, self.chunk = model, memory, chunk
+        self.model, self.memory, self.chunk, self._store = model, memory, chunk, store
         self.cfg, self.method = memory.cfg, memory.method
         self._keep_context = model.device.type == "cuda" if keep_context is None else keep_context
         self._on_chunk = on_chunk
@@ -92,13 +94,19 @@ class PrefillRunner:
         if self._keep_context:
             context = KeptContext(self.model, n_tokens)
         clock = LayerClock(n_layers, self.model.device)
-        n_read = 0
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.model.device)
+        n_read, before = 0, None
         for first in range(0, n_tokens, self.chunk):
-            chunk = tokens[first : first + self.chunk]
-            self._run_chunk(chunk, first, lane, pages, context, clock, output)
+            chunk = ids[first : first + self.chunk]
+            reports = self._run_chunk(chunk, first, lane, pages, context, clock, output)
             n_read += self._finished_blocks(first) if context.reads_pool else 0
+            if before is not None:
+                before.check()
+            before = reports
             if self._on_chunk is not None:
                 self._on_chunk(len(chunk))
+        if before is not None:
+            before.check()
         self.memory.settle()
         if output is not None:
             output.finish(self.model)
@@ -112,17 +120,17 @@ class PrefillRunner:
 
     def _run_chunk(
         self,
-        tokens: Sequence[int],
+        tokens: Tensor,
         first: int,
         lane: int,
         pages: list[int],
         context: PromptContext,
         clock: LayerClock,
         output: PrefillOutput | None,
-    ) -> None:
+    ) -> ChunkReports:
         model, memory = self.model, self.memory
         end = first + len(tokens)
-        x = model.embed(torch.tensor(tokens, device=model.device))
+        x = model.embed(tokens)
         positions = torch.arange(first, end, device=model.device)
         errors: list[Tensor] = []
         clock.begin_chunk()
@@ -132,7 +140,8 @@ class PrefillRunner:
             kv = context.extend(layer, first, k, v)
             keys, values = kv[0].transpose(0, 1), kv[1].transpose(0, 1)
             betas = memory.context.append_chunk(layer, lane, first, keys, beta)
-            memory.store_chunk(layer, lane, pages, first, kv, betas)
+            if self._store:
+                memory.store_chunk(layer, lane, pages, first, kv, betas)
             if layer < model.n_layers - 1 or output is not None:
                 # the last layer's output is of no use but for logits: the last prompt token runs as a decode step
                 selection = self._select(layer, lane, q, first, errors)
@@ -143,9 +152,9 @@ class PrefillRunner:
                 if output is not None and block_ids is not None:
                     output.keep_selection(layer, first, block_ids)
             clock.end_layer(layer)
-        self._raise_errors(errors, end)
         if output is not None:
             output.keep_hidden(first, x)
+        return ChunkReports(errors, end, model.device)
 
     def _finished_blocks(self, n_tokens: int) -> int:
         """Blocks of a context that cross into the host pool."""
@@ -171,17 +180,6 @@ class PrefillRunner:
         if reports is not None:
             errors.append(reports)
         return selection
-
-    @staticmethod
-    def _raise_errors(errors: list[Tensor], end: int) -> None:
-        """Look at a chunk's NaN reports, all layers with one wait. Reports [last queries, kv_head] end at ``end``."""
-        if not errors or bool((torch.stack(errors) < 0).all()):
-            return
-        for layer, reports in enumerate(errors):
-            try:
-                raise_selection_errors(reports, first_row=end - len(reports))
-            except NumericsError as error:
-                raise NumericsError(f"layer {layer}, prefill, row = position: {error}") from None
 
 
 def prefill_logits(
@@ -210,3 +208,13 @@ def prefill_logits(
     output = PrefillOutput(first)
     PrefillRunner(model, memory, chunk, keep_context=keep_context).run(tokens, 0, pages, output)
     return output
+
+
+def prefill_only(
+    model: LlamaModel, tokens: Sequence[int], sparse: SparseConfig, output: PrefillOutput, *, method: str, chunk: int
+) -> PrefillCost:
+    """Run ``tokens`` through prefill for what ``output`` takes: no block is stored, nothing crosses to the host."""
+    memory = Memory(model, sparse, get_method(method), n_slots=sparse.topk, offload=False)
+    memory.ensure(1, len(tokens))
+    memory.clear_lane(0, [])
+    return PrefillRunner(model, memory, chunk, keep_context=True, store=False).run(tokens, 0, [], output)

@@ -1,4 +1,4 @@
-"""Where a prefill's chunks find the K and V of the chunks before them, and the clock of its layers."""
+"""Where a prefill's chunks find the K and V of the chunks before them, its NaN reports, and the clock of its layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.memory_plan import prefill_buffer_bytes
 from nosa_sys.engine.pinned import refuse_unless_free
 from nosa_sys.engine.tensors import free_bytes
+from nosa_sys.errors import NumericsError
+from nosa_sys.kernels.block_selection import raise_selection_errors
 from nosa_sys.models.llama import LlamaModel
 
 
@@ -62,6 +64,36 @@ class KeptContext:
         self._kv[layer, 0, first:end] = k
         self._kv[layer, 1, first:end] = v
         return self._kv[layer, :, :end].transpose(1, 2)
+
+
+class ChunkReports:
+    """The end of one chunk, with the NaN reports of its layers: a GPU is given the next chunk before they are read.
+
+    ``errors``: one entry a layer, int32 [last queries, kv_head], whose last query is at position ``end`` - 1; none of
+    a dense method, or where everything was selected.
+    """
+
+    def __init__(self, errors: list[Tensor], end: int, device: torch.device) -> None:
+        self._errors, self._end = errors, end
+        on_gpu = device.type == "cuda"
+        if errors:
+            worst = torch.stack(errors).amax()
+            self._worst = torch.empty((), dtype=worst.dtype, pin_memory=on_gpu).copy_(worst, non_blocking=on_gpu)
+        self._done = torch.cuda.Event() if on_gpu else None
+        if self._done is not None:
+            self._done.record()
+
+    def check(self) -> None:
+        """Wait for the chunk; NumericsError for a NaN, naming layer, position, head and block."""
+        if self._done is not None:
+            self._done.synchronize()
+        if not self._errors or int(self._worst) < 0:
+            return
+        for layer, reports in enumerate(self._errors):
+            try:
+                raise_selection_errors(reports, first_row=self._end - len(reports))
+            except NumericsError as error:
+                raise NumericsError(f"layer {layer}, prefill, row = position: {error}") from None
 
 
 class LayerClock:

@@ -86,7 +86,7 @@ def check_injection(
 
 def default_prefill_chunk(device_type: str) -> int:
     """Prompt tokens per prefill pass where nobody says: a GPU needs more of them to be busy."""
-    return 2048 if device_type == "cuda" else 512
+    return 4096 if device_type == "cuda" else 512
 
 
 def resolve_runner(runner: str | None, device_type: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nosa_sys.engine.memory import Memory
-from nosa_sys.engine.prefill import PrefillOutput, PrefillRunner
+from nosa_sys.engine.prefill import PrefillOutput, prefill_only
 from nosa_sys.engine.setup import default_prefill_chunk
 from nosa_sys.errors import ConfigError
 from nosa_sys.methods import get_method
@@ -62,7 +62,8 @@ def score_document(
     seed: int = 0,
     chunk: int | None = None,
 ) -> DocumentScore:
-    """Run ``tokens`` (at least 2) through chunked prefill, the path that fills a sequence before it decodes.
+    """Run ``tokens`` (at least 2) through chunked prefill, the path that fills a sequence before it decodes; no block
+    is stored, as nothing decodes here.
 
     ``mass_positions`` positions of more than k blocks are drawn for dense mass and recall (0: not measured).
     ``hot_slots`` >= k LRU slots are counted too (0: not measured): all selections then stay on the device to the end,
@@ -75,13 +76,8 @@ def score_document(
     rule = get_method(method)
     drawn = _draw(len(tokens), sparse, mass_positions, seed, rule.dense)
     watch = _Watch(model, tokens, sparse, drawn, hot_slots)
-    offload = not rule.dense
-    memory = Memory(model, sparse, rule, n_slots=sparse.topk, offload=offload)
-    memory.ensure(1, len(tokens))
-    memory.clear_lane(0, [])
-    pages = memory.pool.allocate(memory.pages_for(len(tokens)))
     chunk = chunk or default_prefill_chunk(model.device.type)
-    PrefillRunner(watch.observed(), memory, chunk).run(tokens, 0, pages, watch)
+    prefill_only(watch.observed(), tokens, sparse, watch, method=method, chunk=chunk)
     return watch.score(rule.dense)
 
 
@@ -108,7 +104,7 @@ class _Watch(PrefillOutput):
         self._matches = torch.zeros(n_tokens, dtype=torch.bool, device=device)
         self._counts = torch.zeros(3, n_tokens, dtype=torch.int64, device=device)  # misses, kept, selected
         self._last: dict[int, Tensor] = {}
-        self._drawn = torch.tensor(drawn, dtype=torch.int64, device=device)
+        self._drawn_list, self._drawn = drawn, torch.tensor(drawn, dtype=torch.int64, device=device)
         self._queries: dict[int, Tensor] = {}
         self._keys: dict[int, list[Tensor]] = {}
         self._mass: list[Tensor] = []
@@ -142,8 +138,8 @@ class _Watch(PrefillOutput):
 
     def _add_mass(self, layer: int, chunk_first: int, member: Tensor) -> None:
         """Dense attention of this chunk's drawn queries: mass inside their blocks, recall of the heaviest ones."""
-        inside = (self._drawn >= chunk_first) & (self._drawn < chunk_first + member.shape[1])
-        drawn, size = self._drawn[inside], self._sparse.block_size
+        first, last = (bisect_left(self._drawn_list, edge) for edge in (chunk_first, chunk_first + member.shape[1]))
+        drawn, size = self._drawn[first:last], self._sparse.block_size
         if not len(drawn):
             return
         shares = token_shares(self._queries[layer][drawn - chunk_first], torch.cat(self._keys[layer]), drawn)

@@ -15,7 +15,7 @@ from nosa_sys.engine import prefill as prefill_module
 from nosa_sys.engine.block_stream import consecutive_runs
 from nosa_sys.engine.engine import Engine
 from nosa_sys.engine.memory import Memory
-from nosa_sys.engine.prefill import PrefillCost, PrefillOutput, PrefillRunner, prefill_logits
+from nosa_sys.engine.prefill import PrefillCost, PrefillOutput, PrefillRunner, prefill_logits, prefill_only
 from nosa_sys.errors import NumericsError
 from nosa_sys.methods import get_method
 from tests.engine.checks import assert_rows_match
@@ -125,9 +125,22 @@ def test_a_kept_context_reads_nothing_back_and_stores_the_same(offload: bool) ->
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", ["nosa", "full"])
+def test_a_prefill_that_stores_nothing_gives_the_same(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    model, tokens = tiny_model(6), random_tokens(180, 2)
+    expected = prefill_logits(model, tokens, SMALL, method=method, first=95, chunk=50)
+    monkeypatch.setattr(Memory, "store_chunk", None)
+    output = PrefillOutput(95)
+    cost = prefill_only(model, tokens, SMALL, output, method=method, chunk=50)
+    assert torch.equal(output.logits, expected.logits)
+    assert len(output.block_ids) == len(expected.block_ids) == (0 if method == "full" else 2)
+    assert all(torch.equal(a, b) for a, b in zip(output.block_ids, expected.block_ids, strict=True))
+    assert cost.h2d_bytes == cost.d2h_bytes == [0, 0]
+
+
 @pytest.mark.parametrize("bad_layer", [0, 1])
 def test_reports_of_a_gpu_name_layer_position_head_and_block(monkeypatch: pytest.MonkeyPatch, bad_layer: int) -> None:
-    """As the kernels report: int32 [sparse query, kv_head], -1 where all is well; seen once a chunk."""
+    """As the kernels report: int32 [last queries, kv_head], -1 where all is well; a chunk's are seen after the next."""
     calls, plain = [], prefill_module.queue_selection
 
     def reporting(q: torch.Tensor, *rest: object) -> tuple:
@@ -143,7 +156,7 @@ def test_reports_of_a_gpu_name_layer_position_head_and_block(monkeypatch: pytest
     )
     with pytest.raises(NumericsError, match=place):
         prefill(True, True, 40)
-    assert calls == [40] * 4
+    assert calls == [40] * 6
 
 
 @given(pages=st.lists(st.integers(0, 12), unique=True, max_size=12))
