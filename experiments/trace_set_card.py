@@ -32,8 +32,8 @@ locality fit`, `nosa locality check`). Format: docs/trace-format.md.
 - Each method has its own weights, trained under it: rows of two methods differ by weights as well as by selection.
 - Times in table `steps` are those of the whole batch on the device named above, with recording on: no benchmark.
 - Traces without scores cannot be selected again under another budget.
-- Scores are rounded to the bits named above; a row whose rounded scores would select other blocks keeps all {full}.
-  Under budgets other than the captured ones, rounding may make ties that the captured scores did not have.
+- Scores are rounded to the bits named above; a row whose rounded scores would select other blocks keeps more. Under
+  budgets other than the captured ones, rounding may make ties that the captured scores did not have.
 """
 
 
@@ -147,9 +147,10 @@ def readme(document: Row) -> str:
     for entry in traces:
         sparse = entry["sparse"]
         digest = entry["adapter_sha256"]
-        adapter = (
-            "as shipped" if entry["adapter"] is None else f"`{Path(entry['adapter']).parent.name}` (`{digest[:12]}`)"
-        )
+        adapter = "as shipped"
+        if entry["adapter"] is not None:
+            path = Path(entry["adapter"])  # training leaves RUN/adapter.safetensors
+            adapter = f"`{path.parent.name if path.stem == 'adapter' else path.stem}` (`{digest[:12]}`)"
         budget = f"{sparse['topk']} of {-(-entry['context'] // sparse['block_size'])}"
         theta = number(entry["rope_theta"]) if entry["rope_theta"] else "the model's"
         lines.append(
@@ -190,7 +191,7 @@ def readme(document: Row) -> str:
             ],
         ),
         "",
-        _USE.format(n_documents=len(document["documents"]), steps=document["steps"], full=24),
+        _USE.format(n_documents=len(document["documents"]), steps=document["steps"]),
     ]
     return "\n".join(lines)
 

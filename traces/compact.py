@@ -17,11 +17,13 @@ from nosa_sys.errors import TraceError
 from nosa_sys.methods import get_method
 from nosa_sys.traces.reader import Trace
 from nosa_sys.traces.reselect import match_keys, n_blocks_of, reselect
-from nosa_sys.traces.rows import column, list_column
+from nosa_sys.traces.rows import SelectionRows, column, list_column
 from nosa_sys.traces.schema import SCHEMAS, WHOLE_STEP_LAYER, TraceMeta
 from nosa_sys.traces.writer import TraceWriter
 
 FULL_BITS = 24  # of a float32, the leading one included
+_MORE_BITS = 4  # for a row whose rounded scores select other blocks
+_ROW = ("step", "sequence", "layer", "kv_head")
 _ORDER = {
     "selections": ("sequence", "layer", "kv_head", "step"),
     "scores": ("sequence", "layer", "kv_head", "step"),
@@ -39,7 +41,7 @@ def compact_trace(
     Rows are ordered stream by stream, so that a selection stands beside the one before it. ``sequences`` keeps those
     alone (default: all); sums of their steps are then made anew, without times, which were those of the whole batch.
     ``score_bits``: significant bits of the scores kept, FULL_BITS for all; None leaves out scores and betas. Rows whose
-    rounded scores would select other blocks keep theirs whole. Raises TraceError for sequences that the trace lacks,
+    rounded scores would select other blocks keep more of them. Raises TraceError for sequences that the trace lacks,
     and for some of the sequences of a trace with prefetched bytes, which belong to no sequence.
     """
     tables = {name: trace.table(name) for name in SCHEMAS if trace.has(name)}
@@ -136,31 +138,35 @@ def round_scores(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _rounded_scores(trace: Trace, bits: int) -> pa.Table:
-    """Table `scores` rounded, but for rows that would select other blocks under the captured configuration."""
+    """Table `scores` rounded; rows that would select other blocks than captured keep more bits, all where need be."""
     table, meta = trace.table("scores"), trace.meta
     values, offsets = list_column(table, "window_scores")
     rounded = round_scores(values, bits)
-    index = table.schema.get_field_index("window_scores")
-
-    def with_values(flat: np.ndarray) -> pa.Table:
-        lists = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat))
-        return table.set_column(index, table.schema.field(index), lists)
-
     method = get_method(meta.method)
-    if method.dense or not method.query_aware_picks(meta.sparse, meta.sparse.n_forced):
-        return with_values(rounded)
-    rows = trace.selections
-    rows = rows.take(n_blocks_of(rows.position, meta.sparse) > meta.sparse.topk)
-    tables = {name: trace.table(name) for name in SCHEMAS if trace.has(name)}
-    again = reselect(
-        Trace(trace.directory, meta, tables=tables | {"scores": with_values(rounded)}), rows, meta.sparse, method
-    )
+    if not method.dense and method.query_aware_picks(meta.sparse, meta.sparse.n_forced):
+        rows = trace.selections
+        rows = rows.take(n_blocks_of(rows.position, meta.sparse) > meta.sparse.topk)
+        keys = np.stack([column(table, key).astype(np.int64) for key in _ROW], axis=1)
+        while bits < FULL_BITS and len(rows):
+            wrong = _selects_otherwise(trace, _with_scores(table, offsets, rounded), rows)
+            rows = rows.take(wrong)
+            bits = min(FULL_BITS, bits + _MORE_BITS)
+            again = match_keys(keys, np.stack([getattr(rows, key).astype(np.int64) for key in _ROW], axis=1)) >= 0
+            of_value = np.repeat(again, np.diff(offsets))
+            rounded[of_value] = round_scores(values[of_value], bits)
+    return _with_scores(table, offsets, rounded)
+
+
+def _with_scores(table: pa.Table, offsets: np.ndarray, values: np.ndarray) -> pa.Table:
+    index = table.schema.get_field_index("window_scores")
+    lists = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))
+    return table.set_column(index, table.schema.field(index), lists)
+
+
+def _selects_otherwise(trace: Trace, scores: pa.Table, rows: SelectionRows) -> np.ndarray:
+    """bool [row]: rows that ``scores`` would give other blocks or origins than recorded."""
+    tables = {name: trace.table(name) for name in SCHEMAS if trace.has(name)} | {"scores": scores}
+    method = get_method(trace.meta.method)
+    again = reselect(Trace(trace.directory, trace.meta, tables=tables), rows, trace.meta.sparse, method)
     differs = (rows.block_ids != again.block_ids) | (rows.origins != again.origins)
-    other = np.bincount(rows.row_of_entry[differs], minlength=len(rows)) > 0
-    keys = ("step", "sequence", "layer", "kv_head")
-    whole = match_keys(
-        np.stack([column(table, key).astype(np.int64) for key in keys], axis=1),
-        np.stack([getattr(rows, key)[other].astype(np.int64) for key in keys], axis=1),
-    )
-    of_value = np.repeat(whole >= 0, np.diff(offsets))
-    return with_values(np.where(of_value, values, rounded))
+    return np.asarray(np.bincount(rows.row_of_entry[differs], minlength=len(rows)) > 0)
