@@ -173,15 +173,32 @@ class Rankings:
 
     def later_mass_for_age(self) -> Tensor:
         """``later_mass`` over what blocks of the same ages get on average: what a block's content alone says."""
+        candidates, ages, by_age, _ = self._by_age()
+        got = self.mass[self._grid].masked_fill(~candidates, 0.0).sum(0)
+        expected = by_age[:, ages].masked_fill(~candidates[:, 0], 0.0).sum(1)
+        return (got / expected.clamp(min=torch.finfo(got.dtype).tiny)).expand_as(self.mass)
+
+    def later_mass_with_slope(self) -> Tensor:
+        """Log of ``later_mass_for_age`` plus a slope times the block's index, one slope a KV head: that by which log
+        mass falls with age. Content and recency in one order for ever, since all blocks age alike."""
+        _, _, by_age, counts = self._by_age()
+        ages = torch.arange(self._width, device=self.mass.device).to(by_age.dtype)
+        weights = counts / counts.sum().clamp(min=1)
+        log_mass = by_age.clamp(min=torch.finfo(by_age.dtype).tiny).log()
+        centred = ages - (weights * ages).sum()
+        slope = -(weights * centred * log_mass).sum(1) / (weights * centred**2).sum().clamp(min=1e-9)
+        return self.later_mass_for_age().log() + slope.view(-1, 1) * ages
+
+    def _by_age(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Candidates [grid query, 1, block], ages in blocks [grid query, block], mean mass [kv_head, age] of candidates
+        of each age, and their number [age]."""
         candidates, ids = self._candidates(), torch.arange(self._width, device=self.mass.device)
-        ages = (self.n_blocks[self._grid].view(-1, 1) - 1 - ids).clamp(min=0)  # [grid query, block]
-        got = self.mass[self._grid].masked_fill(~candidates, 0.0).transpose(0, 1)  # [kv_head, grid query, block]
-        n_heads = len(got)
-        sums = torch.zeros(n_heads, self._width, device=got.device)
-        sums.scatter_add_(1, ages.flatten().expand(n_heads, -1), got.flatten(1))
-        counts = torch.bincount(ages[candidates[:, 0]], minlength=self._width).clamp(min=1)
-        expected = (sums / counts)[:, ages].masked_fill(~candidates[:, 0], 0.0).sum(1)
-        return (got.sum(1) / expected.clamp(min=torch.finfo(got.dtype).tiny)).expand_as(self.mass)
+        ages = (self.n_blocks[self._grid].view(-1, 1) - 1 - ids).clamp(min=0)
+        got = self.mass[self._grid].masked_fill(~candidates, 0.0).transpose(0, 1).flatten(1)
+        sums = torch.zeros(len(got), self._width, dtype=got.dtype, device=got.device)
+        sums.scatter_add_(1, ages.flatten().expand(len(got), -1), got)
+        counts = torch.bincount(ages[candidates[:, 0]], minlength=self._width)
+        return candidates, ages, sums / counts.clamp(min=1), counts
 
     def later_mass_unpicked(self) -> Tensor:
         """As ``later_mass``, but a query that picks the block by its score counts as zero: what only the fill keeps."""

@@ -118,6 +118,21 @@ def test_ideal_orders_query_by_query(rankings: Rankings, plain: np.ndarray) -> N
                     assert past[now, head, j] == pytest.approx(np.mean([plain[p, head, j] for p in before]), rel=1e-4)
 
 
+def test_slope_of_recency(rankings: Rankings, plain: np.ndarray) -> None:
+    """Against numpy's weighted line through log mean mass by age."""
+    grid, found, aged = range(2, N_TOKENS, 3), rankings.later_mass_with_slope(), rankings.later_mass_for_age()
+    for head in range(SHAPE.n_kv_heads):
+        by_age: dict[int, list[float]] = {}
+        for p in grid:
+            for j in unforced(p):
+                by_age.setdefault(p // BLOCK - j, []).append(plain[p, head, j])
+        ages, counts = np.array(list(by_age)), np.array([len(x) for x in by_age.values()])
+        line = np.polyfit(ages, np.log([np.mean(x) for x in by_age.values()]), 1, w=np.sqrt(counts))
+        for j in (1, 5, 9):
+            expected = math.log(float(aged[0, head, j])) - line[0] * j
+            assert float(found[0, head, j]) == pytest.approx(expected, abs=1e-3)
+
+
 def test_simple_rankings(rankings: Rankings, layer: LayerInputs) -> None:
     p, head, j = 200, 1, 4
     part = slice(j * BLOCK, (j + 1) * BLOCK)
