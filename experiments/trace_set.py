@@ -37,12 +37,11 @@ from nosa_sys.experiments.capture import CaptureRequest, open_model, run_capture
 from nosa_sys.experiments.forced_tokens import DOCUMENT, ForcedTokens
 from nosa_sys.experiments.trace_set_card import ship
 from nosa_sys.experiments.trace_set_documents import TraceDocument, open_documents, write_documents
-from nosa_sys.experiments.trace_set_parts import ABOUT_FILE, Part, Row, make_part
+from nosa_sys.experiments.trace_set_parts import ABOUT_FILE, Part, Row, anew, make_part
 from nosa_sys.experiments.trace_set_recipe import TRACE_SET_KEYS, Capture, TraceSetSettings, parse_trace_set
 from nosa_sys.machine import git_revision
 from nosa_sys.methods import get_method
 from nosa_sys.models.load import LoadedModel, check_device
-from nosa_sys.outputs import whole_directory
 from nosa_sys.traces.schema import write_text_whole
 
 _MODULE = "nosa_sys.experiments.trace_set"
@@ -222,7 +221,7 @@ class TraceSetRun:
     def _capture(self, capture: Capture) -> Row:
         request = self._request(capture)
         begun = time.monotonic()
-        with whole_directory(self.folder(capture), overwrite=False) as partial, self._progress() as progress:
+        with anew(self.folder(capture)) as partial, self._progress() as progress:
             progress("load", 0, 0)
             loaded = self._model(capture, request)
             about = self._plan(capture)

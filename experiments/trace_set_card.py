@@ -10,8 +10,7 @@ from typing import Any
 
 from nosa_sys.cli.console import number
 from nosa_sys.errors import CapacityError
-from nosa_sys.experiments.trace_set_parts import HOT_BUFFER, Part, trace_files
-from nosa_sys.outputs import whole_directory
+from nosa_sys.experiments.trace_set_parts import HOT_BUFFER, Part, anew, trace_files
 from nosa_sys.traces.schema import TraceMeta, write_text_whole
 
 CARD_FILE, README, SUMS = "summary.json", "README.md", "SHA256SUMS"
@@ -47,7 +46,7 @@ def ship(parts: list[tuple[Part, Path, Row]], facts: Row, directory: Path, budge
     document["traces"] = [_trace_entry(part, folder, figures) for part, folder, figures in parts]
     document["rows"] = [{"trace": part.name, **row} for part, _, figures in parts for row in figures.get("rows", ())]
     document["shipped_trace_bytes"] = sum(entry["n_bytes"] for entry in document["traces"])
-    with whole_directory(directory, overwrite=True) as partial:
+    with anew(directory) as partial:
         for part, folder, _ in parts:
             for path in trace_files(folder):
                 target = partial / part.name / path.relative_to(folder)

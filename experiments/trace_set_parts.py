@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import numpy as np
 from nosa_sys.errors import TraceError
 from nosa_sys.experiments.checks import check_document
 from nosa_sys.methods import get_method
-from nosa_sys.outputs import whole_directory
+from nosa_sys.outputs import partial_path, whole_directory
 from nosa_sys.slot_count import slots_of
 from nosa_sys.traces.compact import compact_trace
 from nosa_sys.traces.reader import Trace
@@ -58,7 +61,7 @@ def make_part(part: Part, directory: Path) -> Row:
             return figures
     trace = Trace.open(part.capture)
     figures = {"name": part.name, "made_of": made_of}
-    with whole_directory(directory, overwrite=True) as partial:
+    with anew(directory) as partial:
         compact_trace(trace, partial, sequences=part.sequences, score_bits=part.score_bits)
         small = Trace.open(partial)
         figures["check"] = _checked(small)
@@ -70,6 +73,14 @@ def make_part(part: Part, directory: Path) -> Row:
         figures["n_bytes"], figures["sha256"] = _digest(partial)
         write_text_whole(partial / FIGURES_FILE, json.dumps(figures, indent=1, allow_nan=False) + "\n")
     return figures
+
+
+@contextmanager
+def anew(path: Path) -> Iterator[Path]:
+    """`whole_directory` in place of what is there and of what a killed session left half made."""
+    shutil.rmtree(partial_path(path), ignore_errors=True)
+    with whole_directory(path, overwrite=True) as partial:
+        yield partial
 
 
 def _checked(trace: Trace) -> Row:

@@ -183,6 +183,8 @@ def test_sums_are_those_of_the_files(done: Path) -> None:
 def test_a_session_goes_on_where_the_last_one_stopped(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert session("--minutes", "0") == 3
     assert not (place / "out" / "shipped").exists()
+    for killed in (f"captures/{CONTEXT}-nosa-0", f"parts/{CONTEXT}-nosa-0", "shipped"):
+        (place / "out" / f"{killed}.partial" / "selections").mkdir(parents=True)
     assert session("--only", "*-nosa-*") == 0
     kept = place / "out" / "captures" / f"{CONTEXT}-nosa-0" / "capture.json"
     written = kept.stat().st_mtime_ns, (place / "out" / "parts" / f"{CONTEXT}-nosa-0" / "meta.json").stat().st_mtime_ns
