@@ -141,8 +141,8 @@ def queue_selection(
     *,
     score_bytes: int = _SCORE_BYTES,
 ) -> tuple[Selection, Tensor | None]:
-    """``prefill_selection`` without waiting: (selection, errors int32 [query, kv_head]), the errors None where every
-    query sees at most k blocks. ``score_bytes``: stage-1 scores held at once."""
+    """``prefill_selection`` without waiting: (selection, errors int32 [sparse query, kv_head] or None). The errors
+    belong to the last queries, those with more than k blocks. ``score_bytes``: stage-1 scores held at once."""
     n_tokens, n_kv_heads = q.shape[0], key_means.shape[0]
     end = first_position + n_tokens
     if method.dense or n_tokens == 0 or end <= cfg.topk_tokens:
@@ -169,7 +169,8 @@ def queue_selection(
         parts.append(select_windows(scores, betas, lengths[start : start + step], cfg.n_blocks(context), cfg, method))
     columns = zip(*((part.block_ids, part.origins, part.counts, part.errors) for part in parts), strict=True)
     block_ids, origins, counts, errors = (torch.cat(column) if len(column) > 1 else column[0] for column in columns)
-    return Selection(block_ids, origins, counts), errors
+    n_dense = max(0, cfg.topk_tokens - first_position)
+    return Selection(block_ids, origins, counts), errors[n_dense:]
 
 
 def prefill_selection(
@@ -178,7 +179,7 @@ def prefill_selection(
     """As ``reference.prefill_selection``; waits for the device once, at the end, to see whether a NaN was met."""
     selection, errors = queue_selection(q, key_means, beta_means, first_position, cfg, method)
     if errors is not None:
-        raise_selection_errors(errors, first_row=first_position)
+        raise_selection_errors(errors, first_row=first_position + q.shape[0] - len(errors))
     return selection
 
 
