@@ -52,7 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--out", type=Path, help="where captures, parts and the shipped traces go")
-    parser.add_argument("--texts", type=Path, help="folder or archive of the documents; default: fetch them")
+    parser.add_argument(
+        "--texts", type=Path, action="append", default=[], help="folder or archive of documents; default: fetch them"
+    )
     parser.add_argument("--documents-only", type=Path, metavar="DIR", help="write the documents there, and end")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--minutes", type=float, help="begin no capture that would end later")
@@ -99,7 +101,7 @@ def _session(given: argparse.Namespace, left_s: Callable[[], float]) -> int:
 
 def _command(given: argparse.Namespace) -> str:
     """What makes the set again, with names for folders that differ from place to place."""
-    places = f"--out OUT{' --texts TEXTS' if given.texts else ''}"
+    places = f"--out OUT{' --texts TEXTS' * len(given.texts)}"
     only = "" if given.only is None else f" --only '{given.only}'"
     return f"python -m {_MODULE} {given.recipe} {places} --device {given.device}{only}"
 
@@ -119,7 +121,7 @@ def _banner(settings: TraceSetSettings, captures: list[Capture], given: argparse
     for name in ("model", "steps", "batch", "seed", "budget_bytes"):
         shown.note(name, getattr(settings, name), "recipe")
     shown.note("documents", ", ".join(f"{d.name} ({d.kind})" for d in settings.documents), "recipe")
-    shown.note("documents from", str(given.texts or "registries"), "flag" if given.texts else "default")
+    shown.note("documents from", ", ".join(map(str, given.texts)) or "registries", "flag" if given.texts else "default")
     for context in settings.contexts:
         sparse = context.sparse
         blocks = f"{sparse.topk} of {sparse.n_blocks(context.tokens)} blocks of {sparse.block_size} tokens"

@@ -20,7 +20,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -89,39 +89,45 @@ class TraceDocument:
         return rest | {"characters": len(self.text), "sha256": self.sha256}
 
 
-def open_documents(entries: tuple[DocumentEntry, ...], texts: Path | None, limit: int) -> list[TraceDocument]:
-    """Every document, cut to ``limit`` characters: out of ``texts`` where given, else fetched.
+def open_documents(entries: tuple[DocumentEntry, ...], texts: Sequence[Path], limit: int) -> list[TraceDocument]:
+    """Every document, cut to ``limit`` characters: out of ``texts`` where any are given, else fetched.
 
-    ``texts`` holds NAME.txt or NAME.md for each (source file: its member), and may hold the manifest of
-    `write_documents`, which the texts must then agree with. ConfigError names what is missing or differs.
+    Each of ``texts``, a folder or an archive, holds NAME.txt or NAME.md of some documents (source file: a member);
+    the first that has one serves. A folder may hold the manifest of `write_documents`, which its texts must then agree
+    with. ConfigError names what is missing or differs.
     """
-    if texts is None:
+    if not texts:
         with tempfile.TemporaryDirectory() as work:
             return [fetch_document(entry, Path(work), limit) for entry in entries]
-    found: dict[str, str] = {}
-    for text_file in read_texts(texts):
-        found[text_file.name.removeprefix("./")] = text_file.text
-        found.setdefault(PurePosixPath(text_file.name).name, text_file.text)
-    manifest = _read_manifest(texts)
+    places = [(place, _texts_of(place), _read_manifest(place)) for place in texts]
     documents = []
     for entry in entries:
         own = tuple(entry.name + suffix for suffix in SUFFIXES)
         names = (*entry.members, *own) if entry.source == "file" else own
-        text = next((found[name] for name in names if name in found), None)
-        if text is None:
+        there = ((p, found[n], told.get(entry.name)) for p, found, told in places for n in names if n in found)
+        place, text, told = next(there, (None, "", None))
+        if place is None:
             raise ConfigError(
-                f"{texts} has no text {names[0]} for document {entry.name}; --documents-only DIR writes it where there "
-                "are registries"
+                f"{', '.join(map(str, texts))} has no text {names[0]} for document {entry.name}; --documents-only DIR "
+                "writes it where there are registries"
             )
-        told = manifest.get(entry.name, {})
-        version = str(told.get("version", ""))
+        version = str(told.get("version", "")) if told else ""
         document = TraceDocument(entry.name, entry.kind, text, _source_text(entry), version, entry.licence)
         if told and told.get("sha256") != document.sha256:
             raise ConfigError(
-                f"{texts}: the text of {entry.name} is not the one that {MANIFEST} tells of; write it anew"
+                f"{place}: the text of {entry.name} is not the one that {MANIFEST} tells of; write it anew"
             )
         documents.append(_cut(document, entry, limit))
     return documents
+
+
+def _texts_of(place: Path) -> dict[str, str]:
+    """Texts of a folder or archive by path, and by name where that is another."""
+    found: dict[str, str] = {}
+    for document in read_texts(place):
+        found[document.name.removeprefix("./")] = document.text
+        found.setdefault(PurePosixPath(document.name).name, document.text)
+    return found
 
 
 def write_documents(documents: list[TraceDocument], directory: Path) -> None:

@@ -95,21 +95,33 @@ def test_members_of_a_debian_package(tmp_path: Path) -> None:
 
 def test_what_was_fetched_here_is_read_elsewhere(tmp_path: Path) -> None:
     entries = (entry("pydoc"),)
-    fetched = open_documents(entries, None, 5000)
+    fetched = open_documents(entries, (), 5000)
     assert len(fetched[0].text) == 5000
     write_documents(fetched, tmp_path / "texts")
-    assert open_documents(entries, tmp_path / "texts", 5000) == fetched
+    assert open_documents(entries, [tmp_path / "texts"], 5000) == fetched
     manifest = json.loads((tmp_path / "texts" / MANIFEST).read_text())
     assert manifest["text"]["sha256"] == fetched[0].sha256
     assert manifest["text"]["version"].startswith("Python 3")
     with tarfile.open(tmp_path / "texts.tar.xz", "w:xz") as archive:
         archive.add(tmp_path / "texts", arcname=".")
-    assert open_documents(entries, tmp_path / "texts.tar.xz", 5000)[0].text == fetched[0].text
+    assert open_documents(entries, [tmp_path / "texts.tar.xz"], 5000)[0].text == fetched[0].text
     (tmp_path / "texts" / "text.txt").write_text("changed")
     with pytest.raises(ConfigError, match=f"the text of text is not the one that {MANIFEST}"):
-        open_documents(entries, tmp_path / "texts", 5000)
+        open_documents(entries, [tmp_path / "texts"], 5000)
+
+
+def test_texts_of_several_places(tmp_path: Path) -> None:
+    for place, name, text in (("one", "a.txt", "of one"), ("two", "sub/text.md", "of two"), ("two", "a.txt", "other")):
+        path = tmp_path / place / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    member = DocumentEntry("member", "novel", "file", "MIT", members=("a.txt",))
+    found = open_documents((member, entry("pydoc")), [tmp_path / "one", tmp_path / "two"], 100)
+    assert [document.text for document in found] == ["of one", "of two"]
+    with pytest.raises(ConfigError, match=r"one has no text text\.txt for document text"):
+        open_documents((entry("pydoc"),), [tmp_path / "one"], 100)
 
 
 def test_a_file_needs_its_folder() -> None:
     with pytest.raises(ConfigError, match="document text is a file; give --texts"):
-        open_documents((entry("file", members=("a.txt",)),), None, 10)
+        open_documents((entry("file", members=("a.txt",)),), (), 10)
