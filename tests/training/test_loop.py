@@ -12,50 +12,48 @@ import torch
 
 from nosa_sys.engine.prefill import prefill_logits
 from nosa_sys.errors import CheckpointError, ConfigError, NumericsError
-from nosa_sys.models.load import LoadedModel, load_model
+from nosa_sys.experiments.training_cases import documents, settings, trainer
+from nosa_sys.experiments.training_checks import frozen_row, resumed_row
+from nosa_sys.models.load import load_model
 from nosa_sys.training import checkpoint
+from nosa_sys.training.data import PackedSequences
 from nosa_sys.training.export import check_rank
 from nosa_sys.training.loop import Trainer, learning_rate_share
-from nosa_sys.training.recipe import TrainSettings, build, parse_train_recipe
-from nosa_sys.training.text_sources import DocumentTexts, TextSource
-from nosa_sys.training.texts import Document
-from tests.training.small import SHAPE, SPARSE, ByteTokenizer, tiny, tokens
+from nosa_sys.training.recipe import TRAINED, TrainSettings, build, parse_train_recipe
+from nosa_sys.training.text_sources import DocumentTexts
+from tests.training.small import SHAPE, SPARSE, tiny, tokens
 
 
-def documents() -> list[Document]:
-    """Repetitive texts, so that there is something to learn from far away."""
-    words = ["alpha", "beta", "gamma", "delta", "omega"]
-    return [Document(f"{i}.txt", " ".join(words[(i * n + n * n) % 5] for n in range(120))) for i in range(12)]
-
-
-def settings(**changes: Any) -> TrainSettings:
-    small = {"length": 112, "batch": 2, "steps": 8, "streams": 3, "held_out": 0.3, "held_out_sequences": 1}
-    rest = {"evaluate_every": 4, "checkpoint_every": 3, "warmup_steps": 2, "rank": 2}
-    return TrainSettings(name="t", sparse=SPARSE, **{**small, **rest, **changes})
-
-
-def trainer(directory: Path, *, resume: bool = False, texts: TextSource | None = None, **changes: Any) -> Trainer:
-    chosen = settings(**changes)
-    texts = texts or DocumentTexts(documents(), chosen.held_out)
-    loaded = LoadedModel(tiny(head=chosen.head), "tiny", [], ByteTokenizer())
-    return Trainer(chosen, texts, directory, resume=resume, loaded=loaded)
-
-
-@pytest.mark.parametrize("trained", ["head", "all", "low_rank"])
+@pytest.mark.parametrize("trained", TRAINED)
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(trained: str, tmp_path: Path) -> None:
-    """Stopped after every step, so that each step begins from files."""
-    whole = trainer(tmp_path / "whole", trained=trained)
-    whole.run()
-    for step in range(8):
-        part = trainer(tmp_path / "parts", resume=True, trained=trained)
-        assert part.step == step
-        assert part.run(stop_after_s=0.0)["step"] == step + 1
-    for name, tensor in whole.model.parameters.items():
-        assert torch.equal(tensor, part.model.parameters[name]), name
-    logs = [(tmp_path / name / "loss.jsonl").read_text().splitlines() for name in ("whole", "parts")]
-    for left, right in zip(*(map(json.loads, log) for log in logs), strict=True):
-        assert {**left, "tokens_per_s": 0} == {**right, "tokens_per_s": 0}
-    assert len(list((tmp_path / "parts").glob("checkpoint-*"))) == 1
+    """Stopped after every step, so that each begins from files: parameters, moments, losses, place in the texts."""
+    row = resumed_row(trained, tmp_path)
+    assert row["resumed_at"] == [*range(8)]
+    assert (row["n_tensors_different"], row["n_log_rows_different"], row["same_state"]) == (0, 0, True)
+    assert row["n_tensors"] == 3 * {"head": 4, "all": 18, "low_rank": 20}[trained]
+    assert row["n_log_rows"] == 8
+    assert len(list((tmp_path / "broken").glob("checkpoint-*"))) == 1
+
+
+def test_a_resumed_run_without_its_moments_or_its_place_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail: what a checkpoint restores is compared."""
+    whole = checkpoint.restore
+
+    def forgetful(saved: Any, parameters: Any, optimizer: torch.optim.Optimizer) -> None:
+        whole(saved, parameters, optimizer)
+        for parameter in parameters.values():
+            optimizer.state[parameter]["exp_avg_sq"].zero_()
+
+    monkeypatch.setattr(checkpoint, "restore", forgetful)
+    row = resumed_row("head", tmp_path / "moments")
+    assert row["n_tensors_different"] > 0
+    monkeypatch.setattr(checkpoint, "restore", whole)
+    monkeypatch.setattr(PackedSequences, "restore", lambda self, state: None)
+    row = resumed_row("head", tmp_path / "place")
+    assert row["n_log_rows_different"] > 0
+    assert not row["same_state"]
 
 
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
@@ -79,15 +77,22 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("trained", ["head", "low_rank"])
 def test_frozen_weights_stay_bit_for_bit_and_others_move(trained: str, tmp_path: Path) -> None:
-    run = trainer(tmp_path, trained=trained)
-    frozen = {name: tensor.clone() for name, tensor in run.model.frozen().items()}
-    learning = {name: tensor.detach().clone() for name, tensor in run.model.parameters.items()}
-    run.run()
-    assert {"embedding", "model.layers.1.qkv"} <= set(frozen)
-    for name, tensor in run.model.frozen().items():
-        assert torch.equal(tensor, frozen[name]), name
-    for name, tensor in run.model.parameters.items():
-        assert not torch.equal(tensor, learning[name]), name
+    """Every tensor of the base against a model made anew."""
+    row = frozen_row(trained, tmp_path)
+    assert (row["n_frozen"], row["n_learning"]) == (2 + 2 * 6, {"head": 4, "low_rank": 20}[trained])
+    assert (row["n_steps"], row["n_frozen_changed"], row["n_learning_still"]) == (8, 0, 0)
+
+
+def test_a_frozen_weight_that_moves_by_a_bit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer.train_step
+
+    def leaking(self: Trainer) -> dict[str, Any]:
+        norm = self.model.base.layers[1].mlp_norm
+        norm[3] = torch.nextafter(norm[3], torch.tensor(9.0))
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", leaking)
+    assert frozen_row("head", tmp_path)["changed"] == ["1.mlp_norm"]
 
 
 def test_case_29_the_loss_falls(tmp_path: Path) -> None:

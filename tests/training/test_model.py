@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nosa_sys.engine.prefill import prefill_logits
 from nosa_sys.errors import ConfigError, NumericsError
@@ -94,26 +93,6 @@ def test_only_what_is_asked_for_gets_gradients(trained: str) -> None:
     for tensor in model.frozen().values():
         assert tensor.grad is None
         assert not tensor.requires_grad
-
-
-def test_gradients_of_a_whole_model_by_finite_differences() -> None:
-    """Through checkpointed layers; the selection stays put under steps of 1e-6."""
-    model, ids = TrainableModel(tiny("float64"), SPARSE, trained="all"), tokens(110)
-    model.loss(ids).backward()
-    rng = torch.Generator().manual_seed(1)
-    for name, tensor in model.parameters.items():
-        direction = torch.randn(tensor.shape, generator=rng, dtype=torch.float64)
-        assert tensor.grad is not None
-        slope = float((tensor.grad * direction).sum())
-
-        def moved(step: float, tensor: Tensor = tensor, direction: Tensor = direction) -> float:
-            with torch.no_grad():
-                tensor += step * direction
-                value = float(model.loss(ids))
-                tensor -= step * direction
-            return value
-
-        assert (moved(1e-6) - moved(-1e-6)) / 2e-6 == pytest.approx(slope, rel=1e-5, abs=1e-8), name
 
 
 @pytest.mark.parametrize("trained", TRAINED)
