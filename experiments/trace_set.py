@@ -15,16 +15,17 @@ import fnmatch
 import gc
 import hashlib
 import json
+import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import joblib
 import torch
 
 from nosa_sys.cli import console
@@ -301,11 +302,10 @@ class TraceSetRun:
         """Check and compact captures, and put the shipped part with its card into ``directory``."""
         parts = self.parts(captures)
         folders = [self.out / "parts" / part.name for part in parts]
-        jobs = (joblib.delayed(make_part)(part, folder) for part, folder in zip(parts, folders, strict=True))
         figures: list[Row] = []
         with self._progress() as progress:
             progress("checked and compacted", 0, len(parts))
-            for found in joblib.Parallel(n_jobs=min(workers, len(parts)), return_as="generator")(jobs):
+            for found in _make_parts(parts, folders, workers):
                 figures.append(found)
                 progress("checked and compacted", len(figures), len(parts))
         documents: dict[str, Row] = {}
@@ -319,6 +319,16 @@ class TraceSetRun:
             "recipe": asdict(self.settings),
         }
         return ship(list(zip(parts, folders, figures, strict=True)), facts, directory, self.settings.budget_bytes)
+
+
+def _make_parts(parts: list[Part], folders: list[Path], workers: int) -> Iterator[Row]:
+    """Figures of all parts, in order; several processes make them at once."""
+    if workers <= 1:
+        yield from map(make_part, parts, folders)
+        return
+    spawned = multiprocessing.get_context("spawn")  # a forked process could not use the parent's CUDA
+    with ProcessPoolExecutor(min(workers, len(parts)), mp_context=spawned) as pool:
+        yield from pool.map(make_part, parts, folders)
 
 
 def _sha256(path: Path | None) -> str | None:

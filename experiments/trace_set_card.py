@@ -106,7 +106,8 @@ def readme(document: Row) -> str:
         "",
         f"Made by `{document['command']}`; {document['captures_finished']} of {document['captures_planned']} captures. "
         f"Figures are measured on {', '.join(devices)} (revision {', '.join(revisions) or 'unknown'}; {versions}); "
-        f"misses are replays of the recorded selections. `{CARD_FILE}` holds all of them, `{SUMS}` the digest of every "
+        f"misses are replays of the recorded selections. Model {', '.join(sorted({e['model'] for e in traces}))}, seed "
+        f"{traces[0]['seed']}. `{CARD_FILE}` holds all of them, `{SUMS}` the digest of every "
         "file (`sha256sum -c`).",
         "",
         "## Documents",
