@@ -26,7 +26,7 @@ LIMIT = 1000  # head inputs delta . v go from -LIMIT to LIMIT by ones
 _KERNEL_STEP = 40.0  # and by so much for a kernel, which an interpreter may run
 POOLED_BLOCKS = 64
 CONFIG = SparseConfig()
-_HEAD_DIM, _GRADIENT_TOKENS = 16, 128
+_HEAD_DIM, _GRADIENT_TOKENS = 64, 128
 Beta = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 
