@@ -25,7 +25,6 @@ from nosa_sys.engine.sequence import SequenceState, TokenEvent, make_request
 from nosa_sys.engine.setup import (
     check_injection,
     check_sizes,
-    default_prefill_chunk,
     make_runner,
     resolve_policy,
     resolve_runner,
@@ -115,7 +114,6 @@ class Engine:
         self.runner_name = resolve_runner(runner, model.device.type)
         self.slots = resolve_slots(slots, sparse, offload=self.offload, runner=self.runner_name)
         self.policy = resolve_policy(policy, self.slots, sparse.topk)
-        prefill_chunk = default_prefill_chunk(model.device.type) if prefill_chunk is None else prefill_chunk
         check_sizes(prefill_chunk=prefill_chunk, max_batch=max_batch, host_memory_bytes=host_memory_bytes)
         if host_kv_dtype not in (None, model.shape.dtype):
             raise ConfigError(f"host_kv_dtype={host_kv_dtype!r} must equal the model's dtype {model.shape.dtype!r}")

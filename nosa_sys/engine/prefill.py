@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.prefill_context import ChunkReports, KeptContext, LayerClock, PoolContext, PromptContext
+from nosa_sys.engine.setup import default_prefill_chunk
 from nosa_sys.errors import NumericsError
 from nosa_sys.kernels.block_selection.reference import Selection
 from nosa_sys.kernels.prefill_attention import prefill_attention, queue_selection
@@ -56,7 +57,7 @@ class PrefillOutput:
 
 
 class PrefillRunner:
-    """Prefills sequences of one engine, ``chunk`` tokens at a time.
+    """Prefills sequences of one engine, ``chunk`` tokens at a time (None: the device's default).
 
     ``keep_context``: the prompt's K and V of all layers stay on the device until its prefill ends, and no chunk reads
     earlier blocks back; default on a GPU. ``on_chunk`` is called with the number of tokens of each chunk, on a GPU when
@@ -68,13 +69,14 @@ class PrefillRunner:
         self,
         model: LlamaModel,
         memory: Memory,
-        chunk: int,
+        chunk: int | None = None,
         on_chunk: Callable[[int], None] | None = None,
         *,
         keep_context: bool | None = None,
         store: bool = True,
     ) -> None:
-        self.model, self.memory, self.chunk, self._store = model, memory, chunk, store
+        self.model, self.memory, self._store = model, memory, store
+        self.chunk = chunk or default_prefill_chunk(model.device.type)
         self.cfg, self.method = memory.cfg, memory.method
         self._keep_context = model.device.type == "cuda" if keep_context is None else keep_context
         self._on_chunk = on_chunk
@@ -211,7 +213,13 @@ def prefill_logits(
 
 
 def prefill_only(
-    model: LlamaModel, tokens: Sequence[int], sparse: SparseConfig, output: PrefillOutput, *, method: str, chunk: int
+    model: LlamaModel,
+    tokens: Sequence[int],
+    sparse: SparseConfig,
+    output: PrefillOutput,
+    *,
+    method: str,
+    chunk: int | None = None,
 ) -> PrefillCost:
     """Run ``tokens`` through prefill for what ``output`` takes: no block is stored, nothing crosses to the host."""
     memory = Memory(model, sparse, get_method(method), n_slots=sparse.topk, offload=False)

@@ -47,10 +47,10 @@ def resolve_policy(policy: str | None, slots: int, topk: int) -> Policy:
     return get_policy(policy or ("exact" if slots <= topk else "lru"))
 
 
-def check_sizes(*, prefill_chunk: int, max_batch: int, host_memory_bytes: int | None) -> None:
+def check_sizes(*, prefill_chunk: int | None, max_batch: int, host_memory_bytes: int | None) -> None:
     """ConfigError for a size below 1."""
     for name, value in (("prefill_chunk", prefill_chunk), ("max_batch", max_batch)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(f"{name}={value} must be >= 1")
     if max_batch > _MOST_LANES:
         raise ConfigError(f"max_batch={max_batch} exceeds the limit of {_MOST_LANES} sequences at once; lower it")

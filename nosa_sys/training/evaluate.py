@@ -137,7 +137,7 @@ class Evaluation:
     # ---- documents
     def _cut_documents(self) -> list[tuple[Document, list[int]]]:
         settings = self.settings
-        needed = max(settings.documents, settings.generation_documents, 1 if settings.cases else 0)
+        needed = max(settings.documents, settings.generation_documents, settings.cases if settings.tasks else 0)
         length = max([*settings.contexts, settings.generation_prompt if settings.generation_documents else 0])
         return excerpts(
             self._documents,

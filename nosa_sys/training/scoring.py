@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nosa_sys.engine.prefill import PrefillOutput, prefill_only
-from nosa_sys.engine.setup import default_prefill_chunk
 from nosa_sys.errors import ConfigError
 from nosa_sys.methods import get_method
 from nosa_sys.models.llama import LlamaModel
@@ -76,7 +75,6 @@ def score_document(
     rule = get_method(method)
     drawn = _draw(len(tokens), sparse, mass_positions, seed, rule.dense)
     watch = _Watch(model, tokens, sparse, drawn, hot_slots)
-    chunk = chunk or default_prefill_chunk(model.device.type)
     prefill_only(watch.observed(), tokens, sparse, watch, method=method, chunk=chunk)
     return watch.score(rule.dense)
 

@@ -77,6 +77,16 @@ def test_every_subject_gets_the_same_documents_and_cases(evaluated: tuple[EvalSe
     assert {row["document"] for row in pick(rows, kind="perplexity")} == {"0.txt", "1.txt", "2.txt"}
 
 
+def test_each_case_lies_in_a_text_of_its_own_where_no_document_is_scored(tmp_path: Path) -> None:
+    model = str(write_checkpoint(tmp_path / "tiny"))
+    settings = EvalSettings(
+        name="t", subjects=(Subject("dense", model=model, method="full", head="none"),), sparse=SPARSE, contexts=(300,),
+        documents=0, tasks=("passkey",), cases=3, depths=(0.5,), generation_documents=0,
+    )  # fmt: skip
+    rows = Evaluation(settings, texts(), progress=lambda *call: None).run()
+    assert [row["document"] for row in rows] == ["0.txt", "1.txt", "2.txt"]
+
+
 def test_parts_add_up_and_methods_move_what_they_should(evaluated: tuple[EvalSettings, list[dict[str, Any]]]) -> None:
     _, rows = evaluated
     for row in pick(rows, kind="perplexity", part="all"):
