@@ -28,7 +28,7 @@ from nosa_sys.outputs import write_whole
 from nosa_sys.sparse_config import SparseConfig
 
 FILE = "numerics.json"
-ADAPTER = Path(__file__).parent / "results/h200/training/adapters/smollm2-135m-nosa-seed0.safetensors"
+ADAPTER = Path(__file__).parent / "results/h200/equal_training/adapters/smollm2-135m-nosa-8k-seed0.safetensors"
 TRAINED = SparseConfig(topk=32, window_size=512, select_blocks=8)  # the budgets that the adapter was trained under
 N_QUERIES = 16
 
