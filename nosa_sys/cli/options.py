@@ -128,7 +128,13 @@ class ModelFlags:
     ] = None
     head: Annotated[str | None, _option("--head", panel=_MODEL, text="Eviction head: ed_dma, dma or none.")] = None
     dtype: Annotated[str | None, _option("--dtype", panel=_MODEL, text="float32, bfloat16, float16, float64.")] = None
-    adapter: Annotated[Path | None, _option("--adapter", panel=_MODEL, text="Safetensors with A and delta.")] = None
+    adapter: Annotated[
+        Path | None, _option("--adapter", panel=_MODEL, text="Safetensors with A and delta, or a low-rank change too.")
+    ] = None
+    rope_theta: Annotated[
+        float | None,
+        _option("--rope-theta", panel=_MODEL, text="Rotary base in place of the model's, e.g. 4e5 at 16K."),
+    ] = None
     convert_dense: Annotated[
         bool | None,
         _option("--convert-dense/--no-convert-dense", panel=_MODEL, text="Give a dense Llama a fresh eviction head."),

@@ -108,6 +108,8 @@ def build_request(
     settings.note("threads", "as torch chooses" if threads is None else threads, threads_origin or "default")
     adapter, adapter_origin = settings.find("adapter", None if model.adapter is None else str(model.adapter), str)
     settings.note("adapter", adapter or "as shipped or in the checkpoint", adapter_origin or "default")
+    rope_theta, rope_origin = settings.find("rope_theta", model.rope_theta, float)
+    settings.note("rope theta", rope_theta or "as the model has", rope_origin or "default")
     need = None
     resolve_guesses(
         chosen["n_prefetch"],
@@ -148,6 +150,7 @@ def build_request(
         device=device,
         adapter=adapter,
         convert_dense=settings.pick("convert_dense", model.convert_dense, False),
+        rope_theta=rope_theta,
         record_scores=record_scores,
         force_tokens=force_tokens,
         sampling=sampling,

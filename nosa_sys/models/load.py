@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -91,6 +92,10 @@ def load_model(
     notes: list[str] = []
     config = source.config.with_dtype(dtype)
     if rope_theta is not None:
+        if not 0 < rope_theta < math.inf:
+            raise ConfigError(
+                f"rope_theta={rope_theta} must be a finite number > 0; the model's own is {config.rope_theta:g}"
+            )
         config = dataclasses.replace(config, rope_theta=rope_theta)
         notes.append(f"rope_theta {source.config.rope_theta:g} replaced by {rope_theta:g}")
     tensors = {name: source.tensors.take(name, shape) for name, shape in base_tensors(config.shape)}

@@ -50,6 +50,22 @@ def test_a_context_past_the_models_own_is_named_before_the_work(
     assert "the model was made for" not in nosa(*arguments, "--model", checkpoint, "--out", tmp_path / "b").err
 
 
+def test_another_rotary_base_changes_what_is_selected(
+    nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path
+) -> None:
+    own = json.loads((checkpoint / "config.json").read_text())["rope_theta"]
+    found = {}
+    for name, theta in (("model", None), ("own", own), ("larger", 100 * own)):
+        flags = () if theta is None else ("--rope-theta", theta)
+        result = nosa(
+            *("capture", "--model", checkpoint, "--prompt-file", prompt, "--max-new-tokens", 8, "--ignore-eos"),
+            *(*BUDGETS, *KERNEL, "--out", tmp_path / name, *flags),
+        )
+        assert result.status == 0, result.err
+        found[name] = Trace.open(tmp_path / name).selections.block_ids.tolist()
+    assert found["model"] == found["own"] != found["larger"]
+
+
 def test_case_10_a_run_that_was_never_sparse_says_so(nosa: Nosa, checkpoint: Path, tmp_path: Path) -> None:
     """Case 10: a context below the budget reports 0 % sparse steps, 0 blocks loaded, and a note."""
     short = tmp_path / "short.txt"

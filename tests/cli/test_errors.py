@@ -46,6 +46,8 @@ def refused(result: Outcome, *words: str) -> None:
         (["--device", "meta"], ["meta", "cpu"]),
         (["--slots", str(2**70)], ["slots=1180591620717411303424"]),
         (["--threads", str(2**40)], ["threads=1099511627776"]),
+        (["--rope-theta", "-3"], ["rope_theta=-3", "> 0"]),
+        (["--rope-theta", "nan"], ["rope_theta=nan"]),
         (["--temperature", "nan"], ["temperature"]),
         (["--top-p", "1.5"], ["top_p=1.5"]),
         (["--max-new-tokens", "0"], ["max-new-tokens"]),
