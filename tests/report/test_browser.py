@@ -68,7 +68,7 @@ def test_every_plot_of_the_results_page_is_drawn(browser: str, tmp_path: Path) -
             start = body.index(f'id="{section.key}-{index}"')
             drawn = body[start : body.index("</section>", start)]
             assert 'class="main-svg"' in drawn, f"{section.key} is not drawn"
-            assert re.search(r'class="(trace |point|js-line)', drawn), f"{section.key} has no trace"
+            assert re.search(r'class="(trace |point|js-line|hm)', drawn), f"{section.key} has no trace"
 
 
 def test_console_messages_are_seen(browser: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from nosa_sys.traces.schema import STATUSES
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 ALWAYS = {
     *("breakdown", "phases", "link-limit", "k-e", "fragments", "hot-buffer", "head-numerics"),
+    *("quality-transfers", "quality-blocks", "quality-retrieval", "quality-generation", "training-losses"),
     *("validation-h200", "validation-cpu"),
 }
 

@@ -54,7 +54,7 @@ class ResultRows:
     def origin(self, kind: str) -> Origin:
         """Device, versions, command and revision as the document states them."""
         facts = self.document.get("facts") or self.document.get("environment") or self.document
-        names = ("driver", "pcie", "git_revision", "command", "capture")
+        names = ("driver", "pcie", "git_revision", "command", "seeds", "capture")
         found = {name: str(facts[name]) for name in names if facts.get(name)}
         versions = facts.get("versions") or {k: facts[k] for k in ("torch", "triton", "cuda") if facts.get(k)}
         if versions:
@@ -69,16 +69,16 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def read_rows(root: Path, path: str) -> ResultRows:
-    """Rows of ``root/path``, a JSON document with a list ``rows``; TraceError for a file that is something else."""
+def read_rows(root: Path, path: str, key: str = "rows") -> ResultRows:
+    """Rows of ``root/path``, a JSON document with a list ``key``; TraceError for a file that is something else."""
     file = root / path
     shown = file.as_posix()
     if not file.is_file():
         return ResultRows(shown, [], {})
     document = read_json(file)
-    rows = document.pop("rows", None)
+    rows = document.pop(key, None)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise TraceError(f"{file} needs a list of rows")
+        raise TraceError(f"{file} needs a list of {key}")
     return ResultRows(shown, rows, document)
 
 

@@ -10,6 +10,11 @@ from nosa_sys.errors import TraceError
 from nosa_sys.report.html import document, html_id, legend_of
 from nosa_sys.report.results_page.breakdown import breakdown
 from nosa_sys.report.results_page.budgets import k_e_sweep
+from nosa_sys.report.results_page.equal_training.blocks import quality_by_block_size
+from nosa_sys.report.results_page.equal_training.generation import long_generation
+from nosa_sys.report.results_page.equal_training.losses import training_losses
+from nosa_sys.report.results_page.equal_training.retrieval import retrieval
+from nosa_sys.report.results_page.equal_training.transfers import quality_against_transfers
 from nosa_sys.report.results_page.errors import predicted_against_measured
 from nosa_sys.report.results_page.files import profile_table, read_rows
 from nosa_sys.report.results_page.fragments import fragments
@@ -49,6 +54,11 @@ def build_sections(root: Path, hardware: str) -> list[Section]:
         link_limit(stages["schedules"], stages["paper"], stages["hot_buffer"], profile),
         k_e_sweep(budgets, profile),
         fragments(profile_table(hardware, "link_runs"), bench, budgets, profile),
+        quality_against_transfers(root),
+        quality_by_block_size(root),
+        retrieval(root),
+        long_generation(root),
+        training_losses(root),
         head_numerics(read_rows(root, "cpu/head_numerics/numerics.json")),
         *predicted_against_measured(root),
     ]
