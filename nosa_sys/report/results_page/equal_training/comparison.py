@@ -82,7 +82,8 @@ def table(compared: list[Point]) -> tuple[tuple[Any, ...], ...]:
         (
             f"{p.row['context'] // 1024}K", p.row["budget_k"],
             p.row["label"], p.row.get("select_blocks"), p.row["seed"],
-            f"{p.row['perplexity']:.3f}", f"{p.row['over_dense']:.2f}", f"{p.over_infllmv2:.2f}", *p.loaded,
+            f"{p.row['perplexity']:.3f}", f"{p.row['over_dense']:.2f}", f"{p.over_infllmv2:.2f}",
+            *(None if share is None else f"{share:.1f}" for share in p.loaded),
         )
         for p in sorted(compared, key=_order)
         if p.row is not p.level

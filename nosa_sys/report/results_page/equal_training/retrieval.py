@@ -14,7 +14,7 @@ from nosa_sys.report.results_page.section import Section
 
 _STAGES = ("tasks", "tasks-1", "wide-tasks", "eighth", "16k-tasks")
 _NEEDLES = ("passkey", "needle_single", "needle_multi_key", "needle_multi_value")  # what every setting has
-_ROW, _MARGIN = 36, 115  # px: a row of a heat map, and what stands around one
+_ROW, _MARGIN = 40, 115  # px: a row of a heat map, and what stands around one
 
 
 def retrieval(root: Path) -> Section:

@@ -103,8 +103,8 @@ def _at_one_k(subjects: list[Point], budgets: list[Point]) -> go.Figure:
     for seed in seeds:
         marker = {"color": COLOURS[6], "size": 9, "symbol": _symbol(seeds, seed)}
         plot.add_trace(go.Scatter(x=[None], y=[None], name=f"seed {seed}", mode="markers", marker=marker), row=1, col=1)
-    styled(plot, height=640)
-    plot.update_layout(margin={"t": 50, "b": 180}, legend={"y": -0.14, "yanchor": "top", "font_size": 12})
+    styled(plot, height=600)
+    plot.update_layout(margin={"t": 50, "b": 130}, legend={"y": -0.13, "yanchor": "top", "font_size": 12})
     plot.update_xaxes(title="bytes a step, % of InfLLMv2's", range=[-4, 118])
     plot.update_yaxes(title="perplexity over dense, %", col=1)
     return plot
@@ -123,7 +123,7 @@ def _over_k(drawn: list[Point]) -> go.Figure:
             _line(plot, panel, own, f"{label}, k as written", own[0].row["colour"], None)
         _limits(plot, panel, [p for p in drawn if p.row is p.level], f" at k = {k}")
     styled(plot, height=560)
-    plot.update_layout(margin={"t": 50, "b": 130}, legend={"y": -0.16, "yanchor": "top", "font_size": 12})
+    plot.update_layout(margin={"t": 50, "b": 110}, legend={"y": -0.16, "yanchor": "top", "font_size": 12})
     plot.update_xaxes(title=f"bytes a step, % of InfLLMv2's at k = {k}", range=[-6, 118])
     plot.update_yaxes(type="log", tickvals=[0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50])
     plot.update_yaxes(title="perplexity over dense, % (log)", col=1)
@@ -134,16 +134,18 @@ def _line(plot: go.Figure, panel: int, drawn: list[Point], name: str, colour: st
     """Points joined in their order, each with its k_q (those of ``named``) or, without, its k."""
     own = [p for p in drawn if p.loaded[panel] is not None]
     texts = [
-        str(p.row["budget_k"])
+        f" {p.row['budget_k']} "
         if named is None
         else (str(p.row.get("select_blocks")) if p.row.get("select_blocks") in named else "")
         for p in own
     ]
+    loads = [p.loaded[panel] or 0.0 for p in own]
+    sides = ["middle left" if x < before else "middle right" for before, x in zip([-1.0, *loads], loads, strict=False)]
     plot.add_trace(
         go.Scatter(
-            x=[p.loaded[panel] for p in own], y=[p.row["over_dense"] for p in own],
+            x=loads, y=[p.row["over_dense"] for p in own],
             error_y=error_bars([p.row for p in own], colour),
-            text=texts, textposition="top right", textfont={"color": colour, "size": 12},
+            text=texts, textposition="top right" if named else sides, textfont={"color": colour, "size": 12},
             name=name, legendgroup=name, showlegend=panel == 0, mode="lines+markers+text",
             line={"color": colour, "width": 1.5}, marker={"color": colour, "size": 6},
             hovertext=[p.text for p in own], hoverinfo="text",
@@ -162,7 +164,8 @@ def _limits(plot: go.Figure, panel: int, levels: list[Point], where: str = "") -
     for axis, value, name, colour, dash in lines:
         add = plot.add_hline if axis == "y" else plot.add_vline
         add(
-            **{axis: value}, row=1, col=panel + 1, layer="below", line={"color": colour, "dash": dash, "width": 1.5},
+            **{axis: value}, row=1, col=panel + 1, layer="above", opacity=0.7,
+            line={"color": colour, "dash": dash, "width": 1.5},
             name=name, legendgroup=name, showlegend=panel == 0 and name not in named,
         )  # fmt: skip
         named.add(name)
