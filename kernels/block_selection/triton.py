@@ -56,10 +56,10 @@ def _pool(windows, n_windows, blocks, exists, RATIO: tl.constexpr):
 
 @triton.jit
 def _ranking_keys(values, candidates):
-    """Unsigned integers in the order of the values; 0, below every value, outside the candidates."""
-    values = tl.where(values == 0.0, 0.0, values)  # -0 and +0 tie
-    bits = values.to(tl.int32, bitcast=True)
+    """Unsigned integers in the order of the values, NaN above all; 0, below every value, outside the candidates."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0 and +0 tie
     ordered = tl.where(bits < 0, ~bits, bits ^ -2147483648)
+    ordered = tl.where(values == values, ordered, -1)  # a NaN of all bits set would be no candidate, and k not filled
     return tl.where(candidates, ordered, 0).to(tl.uint32, bitcast=True)
 
 
