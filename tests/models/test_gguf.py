@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import struct
@@ -319,7 +320,23 @@ def test_smollm2_is_found_without_importing_its_package(smollm2: LoadedModel) ->
     }
     assert smollm2.model.config.max_positions == 8192
     assert float(smollm2.model.layers[0].A.abs().sum()) > 0
-    assert any("first head" in note for note in smollm2.notes)
+    assert any("base model frozen, 260 steps" in note for note in smollm2.notes)
+
+
+def test_the_shipped_head_is_the_one_its_label_and_the_training_record_describe() -> None:
+    label = json.loads(smollm2.ADAPTER.with_suffix(".json").read_text(encoding="utf-8"))
+    training, texts = label["training"], label["texts"]
+    root = Path(__file__).parents[2]
+    summary = json.loads((root / training["summary"]).read_text(encoding="utf-8"))
+    assert hashlib.sha256(smollm2.ADAPTER.read_bytes()).hexdigest() == label["sha256"] != label["replaces"]["sha256"]
+    asked = {key: training[key] for key in ("steps", "length", "seed")}
+    assert asked.items() <= summary["settings"].items()
+    assert training["sparse"].items() <= summary["settings"]["sparse"].items()
+    assert summary["settings"]["trained"] == "head"
+    measured = {key: summary[key] for key in ("tokens", "held_out_loss")}
+    assert measured.items() <= training.items()
+    assert summary["texts"].items() <= texts.items()
+    assert len((root / training["loss_log"]).read_text(encoding="utf-8").splitlines()) == training["steps"]
 
 
 @pytest.mark.model
