@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,9 @@ def build_request(
     adapter, adapter_origin = settings.find("adapter", None if model.adapter is None else str(model.adapter), str)
     settings.note("adapter", adapter or "as shipped or in the checkpoint", adapter_origin or "default")
     rope_theta, rope_origin = settings.find("rope_theta", model.rope_theta, float)
-    settings.note("rope theta", rope_theta or "as the model has", rope_origin or "default")
+    if rope_theta is not None and not 0 < rope_theta < math.inf:
+        raise ConfigError(f"rope_theta={rope_theta} must be a finite number > 0; leave it out for the model's own")
+    settings.note("rope_theta", "as the model has" if rope_theta is None else rope_theta, rope_origin or "default")
     need = None
     resolve_guesses(
         chosen["n_prefetch"],

@@ -34,6 +34,26 @@ def test_case_28_a_default_never_hides_the_files_value(nosa: Nosa, trace: Path, 
     assert "file" in from_file.err, "the banner names the origin"
 
 
+def test_case_28_a_rotary_base_has_its_origin_and_is_checked_by_a_dry_run(
+    nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path
+) -> None:
+    """Case 28: none, the file's, the flag's; 0 is a value, and no word for the model's own."""
+    config = tmp_path / "config.yaml"
+    config.write_text("rope_theta: 400000\n")
+    common = ("generate", "--model", checkpoint, "--prompt-file", prompt, "--dry-run", "--json")
+    for flags, value, origin in (
+        ((), "as the model has", "default"),
+        (("--config", config), 400000.0, "file"),
+        (("--config", config, "--rope-theta", 5e5), 500000.0, "flag"),
+    ):
+        result = nosa(*common, *flags)
+        assert result.status == 0, result.err
+        assert result.document["options"]["rope_theta"] == {"value": value, "origin": origin}
+    refused = nosa(*common, "--rope-theta", 0)
+    assert refused.status == 2
+    assert "rope_theta=0.0 must be a finite number > 0" in refused.err
+
+
 def test_blocks_and_tokens_name_the_same_budgets() -> None:
     blocks = resolve(BudgetFlags(block_size=32, topk=32, init_blocks=2, window_blocks=8, select_blocks=4))
     tokens = resolve(BudgetFlags(block_size=32, topk_tokens=1024, init_tokens=64, window_size=256, select_tokens=128))
