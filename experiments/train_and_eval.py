@@ -5,9 +5,10 @@
 
 Runs are trained in order into out/TRAIN, then the subjects whose models are there are evaluated one by one into
 out/EVAL; --train or --eval may be left out. The same command goes on where the last one stopped, as long as those
-folders are there. Every call leaves in --results: results.tar.xz with all loss logs, summaries and rows so far, the
-adapters of the runs named by --bring, and session.json with what was done and the seconds it took. An earlier
-results.tar.xz is read back with --earlier: its evaluated subjects are not evaluated again.
+folders are there; other recipes or texts than theirs are refused. Every call leaves in --results: results.tar.xz with
+all loss logs, summaries and rows so far, the adapters of the runs named by --bring, and session.json with what was done
+and the seconds it took. An earlier results.tar.xz is read back with --earlier: its evaluated subjects are not evaluated
+again.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _session(options, lambda: end_s - time.monotonic())
     except NosaError as error:
-        print(error, file=sys.stderr)
+        print(" ".join(str(error).split()), file=sys.stderr)
         return 2
 
 
@@ -75,7 +76,11 @@ def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
     for recipe, name in itertools.product(recipes.values(), ("documents", "cases", "generation_documents")):
         if getattr(options, name) is not None:
             recipe[name] = getattr(options, name)
-    check_folder(options.results)
+    stems = [path.stem for path in (*([options.train] if runs else []), *options.eval)]
+    if len(set(stems)) < len(stems):
+        raise ConfigError(f"two recipes are called {max(stems, key=stems.count)}, and share a folder; rename one")
+    check_folder(options.results, "--results")
+    check_folder(options.out, "--out")
     if options.earlier is not None:
         unpack(options.earlier, options.out)
     folders = []
@@ -109,19 +114,24 @@ def _chosen_runs(options: argparse.Namespace) -> list[TrainSettings]:
     changes = {name: getattr(options, name) for name in ("attention", "steps") if getattr(options, name) is not None}
     runs = parse_train_recipe(read_yaml_mapping(options.train, RECIPE_KEYS), str(options.train), changes)
     if options.only is not None:
-        runs = [run for run in runs if run.name in options.only.split(",")]
+        names, known = options.only.split(","), {run.name for run in runs}
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(
+                f"--only: {options.train} has no such run: {unknown[0]!r}; known: {', '.join(sorted(known))}"
+            )
+        runs = [run for run in runs if run.name in names]
     runs = [run for run in runs if options.seed in (None, run.seed)]
     if not runs:
         raise ConfigError(f"--only {options.only}, --seed {options.seed}: {options.train} has no such run")
     return sorted(runs, key=lambda run: run.seed)  # all methods under one seed come before the next seed
 
 
-def check_folder(path: Path) -> None:
+def check_folder(path: Path, option: str) -> None:
     """Make a folder unless it is there; ConfigError where something else is."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--results {path} cannot be made: {error.strerror or error}") from None
+        raise ConfigError(f"{option} {path} cannot be made: {error.strerror or error}") from None
 
 
 def pack(root: Path, folders: list[Path], path: Path) -> int:

@@ -150,3 +150,59 @@ def test_an_earlier_archive_with_a_broken_byte_is_refused(place: Path, capsys: p
     (place / "broken.tar.xz").write_bytes(raw)
     assert session("--earlier", place / "broken.tar.xz") == 2
     assert "is no results.tar.xz" in capsys.readouterr().err
+
+
+def test_rows_and_runs_of_another_recipe_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder's figures are all of one recipe and of one set of texts; subjects may be added."""
+    assert session("--seed", 0) == 0
+    rows = (place / "out/eval/rows-nosa.parquet").read_bytes()
+    summary = (place / "out/eval/summary.json").read_text()
+
+    def refused(message: str, *arguments: object) -> None:
+        assert session("--seed", 0, *arguments) == 2
+        assert message in capsys.readouterr().err
+        assert (place / "out/eval/summary.json").read_text() == summary
+
+    refused("documents 2, not 3", "--documents", 3)
+    refused("steps=3, this run has 4", "--steps", 4)
+    recipe = (place / "eval.yaml").read_text()
+    (place / "eval.yaml").write_text(recipe.replace("buckets: 2", "buckets: 3"))
+    refused("buckets 2, not 3")
+    (place / "eval.yaml").write_text(
+        recipe.replace("{name: nosa, model: base", "{name: nosa, model: base, method: dma")
+    )
+    refused("subject nosa")
+    (place / "eval.yaml").write_text(recipe)
+    (place / "texts/0.txt").rename(place / "0.txt")
+    assert main(["--eval", "eval.yaml", "--eval-texts", "texts", "--device", "cpu", "--results", "results"]) == 2
+    assert "evaluated with texts" in capsys.readouterr().err
+    (place / "0.txt").rename(place / "texts/0.txt")
+    (place / "out/eval/recipe.json").unlink()  # as sessions of earlier versions left it
+    refused("documents 2, not 3", "--documents", 3)
+    adapter = "out/train/nosa-seed0/adapter.safetensors"
+    (place / "eval.yaml").write_text(recipe + f"  - {{name: more, model: base, method: dma, adapter: {adapter}}}\n")
+    assert session("--seed", 0) == 0
+    assert {row["subject"] for row in figures(place)} == {"dense", "nosa", "more"}
+    assert (place / "out/eval/rows-nosa.parquet").read_bytes() == rows
+
+
+@pytest.mark.parametrize("name", ["rows-nosa.parquet", "written.json", "recipe.json"])
+def test_what_a_killed_session_left_broken_is_named(place: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert session("--seed", 0) == 0
+    if name == "written.json":
+        (place / "out/eval/rows-nosa.parquet").unlink()
+    path = place / "out/eval" / name
+    path.write_bytes(path.read_bytes()[:20])
+    assert session("--seed", 0) == 2
+    error = capsys.readouterr().err
+    assert f"out/eval/{name} cannot be read" in error
+    assert error.count("\n") == 1
+
+
+def test_recipes_that_would_share_a_folder_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "more").mkdir()
+    (place / "more" / "eval.yaml").write_text((place / "eval.yaml").read_text())
+    assert session("--eval", "more/eval.yaml") == 2
+    assert "two recipes are called eval" in capsys.readouterr().err
+    assert session("--only", "nosa,nonsense") == 2
+    assert "no such run: 'nonsense'" in capsys.readouterr().err
