@@ -36,9 +36,9 @@ from nosa_sys.engine.setup import default_prefill_chunk, resolve_runner
 from nosa_sys.errors import ConfigError, NosaError
 from nosa_sys.experiments.capture import CaptureRequest, open_model, run_capture
 from nosa_sys.experiments.forced_tokens import DOCUMENT, ForcedTokens
-from nosa_sys.experiments.trace_set_card import ship
+from nosa_sys.experiments.trace_set_card import check_shipped, ship
 from nosa_sys.experiments.trace_set_documents import TraceDocument, open_documents, write_documents
-from nosa_sys.experiments.trace_set_parts import ABOUT_FILE, Part, Row, anew, make_part
+from nosa_sys.experiments.trace_set_parts import ABOUT_FILE, Part, Row, anew, kept_json, make_part
 from nosa_sys.experiments.trace_set_recipe import TRACE_SET_KEYS, Capture, TraceSetSettings, parse_trace_set
 from nosa_sys.machine import git_revision
 from nosa_sys.methods import get_method
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _session(given, lambda: end_s - time.monotonic())
     except NosaError as error:
-        print(error, file=sys.stderr)
+        print(" ".join(str(error).split()), file=sys.stderr)
         return 2
 
 
@@ -82,6 +82,8 @@ def _session(given: argparse.Namespace, left_s: Callable[[], float]) -> int:
     if given.out is None:
         raise ConfigError("--out is missing; give a folder for captures and what is shipped of them")
     check_device(given.device)
+    shipped = given.shipped or given.out / "shipped"
+    check_shipped(shipped)
     captures = _chosen(settings, given.only)
     _banner(settings, captures, given)
     todo = [capture for capture in captures if not (given.out / "captures" / capture.name).is_dir()]
@@ -92,7 +94,6 @@ def _session(given: argparse.Namespace, left_s: Callable[[], float]) -> int:
     finished = [capture for capture in captures if run.is_there(capture)]
     if finished:
         facts = {"name": settings.name, "command": _command(given), "captures_planned": len(captures)}
-        shipped = given.shipped or given.out / "shipped"
         document = run.ship(finished, facts, shipped, workers=given.workers)
         print(f"{shipped}: {document['n_bytes']:,} bytes of {settings.budget_bytes:,}; {len(finished)} captures")
     left = len(captures) - len(finished)
@@ -133,9 +134,8 @@ def _banner(settings: TraceSetSettings, captures: list[Capture], given: argparse
         shown.note(capture.name, capture.entry.adapter or "no adapter", "recipe")
     shown.note("tokens", "the document's own (teacher forcing): the same for every method", "default")
     shown.note("device, dtype", f"{given.device}, {_dtype(settings, given.device)}", "flag")
-    shown.note(
-        "minutes", "no limit" if given.minutes is None else given.minutes, "flag" if given.minutes else "default"
-    )
+    minutes = ("no limit", "default") if given.minutes is None else (given.minutes, "flag")
+    shown.note("minutes", *minutes)
     shown.banner(console.stderr(), f"trace set {settings.name}: {len(captures)} captures")
 
 
@@ -170,13 +170,15 @@ class TraceSetRun:
         path = self.folder(capture) / ABOUT_FILE
         if not path.is_file():
             return False
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = kept_json(path)
+        if about is None:
+            raise ConfigError(f"{path} cannot be read; remove {path.parent}, and it is captured again")
         for key, value in self._plan(capture).items():
             found = about.get(key)
             if key == "adapter_sha256" and value is None:  # the file is not at hand any more
                 continue
             if key == "documents":
-                found, value = ([document["sha256"] for document in part] for part in (found, value))
+                found, value = ([document["sha256"] for document in part] for part in (found or (), value))
             if found != value:
                 raise ConfigError(
                     f"{path.parent} was captured with {key} {found}, not {value}; remove it, or give another --out"

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nosa_sys.cli.console import number
-from nosa_sys.errors import CapacityError
+from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.experiments.trace_set_parts import HOT_BUFFER, Part, anew, trace_files
+from nosa_sys.outputs import check_output
 from nosa_sys.traces.schema import TraceMeta, write_text_whole
 
 CARD_FILE, README, SUMS = "summary.json", "README.md", "SHA256SUMS"
@@ -36,12 +37,23 @@ locality fit`, `nosa locality check`). Format: docs/trace-format.md.
 """
 
 
+def check_shipped(directory: Path) -> None:
+    """ConfigError unless ``directory`` is free, or holds a trace set that may be replaced."""
+    named, free = directory.name not in ("", ".."), not directory.exists()
+    if not named or not (free or (directory / SUMS).is_file() or (directory.is_dir() and not any(directory.iterdir()))):
+        raise ConfigError(
+            f"{directory} is no free place, nor a shipped trace set to replace; give --shipped another one"
+        )
+    check_output(directory, overwrite=True)
+
+
 def ship(parts: list[tuple[Part, Path, Row]], facts: Row, directory: Path, budget_bytes: int) -> Row:
     """Put the parts and their card into ``directory``, replaced whole; returns the card's document.
 
     ``facts`` of the run: name, command, documents, captures_planned, and what `summary.json` shall say besides.
     CapacityError where all files together exceed ``budget_bytes``.
     """
+    check_shipped(directory)
     document: Row = {"kind": "trace_set", "status": "measured", **facts, "hot_buffer": HOT_BUFFER}
     document["traces"] = [_trace_entry(part, folder, figures) for part, folder, figures in parts]
     document["rows"] = [{"trace": part.name, **row} for part, _, figures in parts for row in figures.get("rows", ())]

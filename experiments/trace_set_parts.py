@@ -49,18 +49,16 @@ class Part:
 
 
 def make_part(part: Part, directory: Path) -> Row:
-    """Make the part in ``directory`` unless it is there; returns its figures, kept beside its tables.
+    """Make the part in ``directory`` unless it is there as it was made; returns its figures, kept beside its tables.
 
     Raises TraceError where the capture or the compact trace breaks a rule of the trace check.
     """
     made_of = part.made_of()
-    kept = directory / FIGURES_FILE
-    if kept.is_file():
-        figures: Row = json.loads(kept.read_text(encoding="utf-8"))
-        if figures["made_of"] == made_of:
-            return figures
+    kept = kept_json(directory / FIGURES_FILE)
+    if kept is not None and kept.get("made_of") == made_of and kept.get("sha256") == _digest(directory)[1]:
+        return kept
     trace = Trace.open(part.capture)
-    figures = {"name": part.name, "made_of": made_of}
+    figures: Row = {"name": part.name, "made_of": made_of}
     with anew(directory) as partial:
         compact_trace(trace, partial, sequences=part.sequences, score_bits=part.score_bits)
         small = Trace.open(partial)
@@ -73,6 +71,15 @@ def make_part(part: Part, directory: Path) -> Row:
         figures["n_bytes"], figures["sha256"] = _digest(partial)
         write_text_whole(partial / FIGURES_FILE, json.dumps(figures, indent=1, allow_nan=False) + "\n")
     return figures
+
+
+def kept_json(path: Path) -> Row | None:
+    """The JSON object in a file; None where there is none that can be read."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
 
 
 @contextmanager
@@ -103,7 +110,7 @@ def trace_files(directory: Path) -> list[Path]:
 def _digest(directory: Path) -> tuple[int, str]:
     """Bytes of a trace, and SHA-256 over the names and digests of its files."""
     n_bytes, lines = 0, []
-    for path in trace_files(directory):
+    for path in filter(Path.is_file, trace_files(directory)):
         raw = path.read_bytes()
         n_bytes += len(raw)
         lines.append(f"{hashlib.sha256(raw).hexdigest()}  {path.relative_to(directory).as_posix()}\n")

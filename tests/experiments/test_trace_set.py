@@ -269,3 +269,33 @@ def test_the_recipe_of_the_project_covers_what_it_should() -> None:
     for capture in settings.captures():
         kinds = {d.kind for d in settings.documents if d.name in capture.documents}
         assert kinds == {"novel", "manual", "code", "dialogue"}
+
+
+def test_what_is_no_trace_set_is_never_replaced(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = place / "run"  # as training leaves it
+    run.mkdir()
+    (run / "summary.json").write_text("{}")
+    for shipped in (str(run), "set.yaml", "."):
+        assert session("--shipped", shipped, "--minutes", "0") == 2
+        assert "nor a shipped trace set" in capsys.readouterr().err
+    assert [path.name for path in run.iterdir()] == ["summary.json"]
+    assert (place / "set.yaml").is_file()
+
+
+def test_what_was_changed_since_is_made_anew_or_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shipped part is the one that was checked, whatever became of it in OUT/parts."""
+    assert session() == 0
+    parts, shipped = place / "out" / "parts", place / "out" / "shipped"
+    before = {path.relative_to(shipped): path.read_bytes() for path in shipped.rglob("*.parquet")}
+    (table,) = (parts / f"{CONTEXT}-nosa-0" / "selections").iterdir()
+    table.write_bytes(b"damaged")
+    (parts / f"{CONTEXT}-nosa-1" / "figures.json").write_text("{")
+    (parts / f"{CONTEXT}-full-0" / "meta.json").unlink()
+    assert session() == 0
+    assert {path.relative_to(shipped): path.read_bytes() for path in shipped.rglob("*.parquet")} == before
+    about = place / "out" / "captures" / f"{CONTEXT}-nosa-0" / "trace_set.json"
+    for text in ("{", "[]"):
+        about.write_text(text)
+        capsys.readouterr()
+        assert session() == 2
+        assert "trace_set.json cannot be read" in capsys.readouterr().err
