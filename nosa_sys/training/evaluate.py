@@ -111,6 +111,11 @@ class Evaluation:
     def _cell(self, subject: Subject, loaded: LoadedModel, context: int, asked: SparseConfig) -> _Cell:
         settings = self.settings
         sparse = settings.budget_of(subject, asked, context, loaded.model.shape)
+        if context <= sparse.topk_tokens and not get_method(subject.method).dense:
+            self.notes.append(
+                f"{subject.name}, {context}: no step is sparse, k = {sparse.topk} blocks of {sparse.block_size} tokens "
+                "hold the whole context"
+            )
         hot_slots = slots_of(settings.hot_slots, sparse.topk) if settings.hot_slots else 0
         return _Cell(subject, loaded, context, asked, sparse, slots_of(settings.slots, sparse.topk), hot_slots)
 

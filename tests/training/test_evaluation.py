@@ -136,6 +136,20 @@ def test_subjects_of_one_model_load_it_once(tmp_path: Path) -> None:
     assert len({row["loss_sum"] for row in rows}) == 5
 
 
+def test_case_10_a_cell_that_was_never_sparse_is_named(tmp_path: Path) -> None:
+    """Case 10: 80 tokens are the 5 blocks of the budget, 81 are one more; the dense control has no budget."""
+    model = str(write_checkpoint(tmp_path / "tiny"))
+    subjects = (Subject("dense", model=model, method="full"), Subject("nosa", model=model))
+    settings = EvalSettings(
+        name="t", subjects=subjects, sparse=SPARSE, contexts=(80, 81), documents=1, cases=0, generation_documents=0
+    )
+    evaluation = Evaluation(settings, texts(1), progress=lambda *call: None)
+    rows = [row for row in evaluation.run() if row["subject"] == "nosa" and row["part"] == "all"]
+    assert [row["recall"] is not None for row in rows] == [False, True]
+    named = [note for note in evaluation.notes if "sparse" in note]
+    assert named == ["nosa, 80: no step is sparse, k = 5 blocks of 16 tokens hold the whole context"]
+
+
 def test_gamma_is_weighed_by_blocks_and_by_steps() -> None:
     """A step that keeps 1 of 4 and one that keeps 2 of 2: 3 of 6 blocks, and a mean of 0.625. Step 0 has no gamma."""
     model = random_model(SHAPE, 0, "float64")
