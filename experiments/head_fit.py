@@ -32,7 +32,7 @@ from nosa_sys.experiments.selection_ceiling import SPARSE
 from nosa_sys.models.load import load_model
 from nosa_sys.models.safetensors_reader import CheckpointTensors
 from nosa_sys.models.weights import layer_name
-from nosa_sys.outputs import whole_directory
+from nosa_sys.outputs import check_output, whole_directory
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.export import ADAPTER, ADAPTER_LABEL
 from nosa_sys.training.observation import token_shares
@@ -121,10 +121,12 @@ def main() -> None:
     parser.add_argument("--beta-std", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--overwrite", action="store_true", help="replace what nosa left in --out before")
     arguments = parser.parse_args()
     try:
+        check_output(arguments.out, overwrite=arguments.overwrite)
         tensors, label = fit(arguments)
-        with whole_directory(arguments.out, overwrite=True) as partial:
+        with whole_directory(arguments.out, overwrite=arguments.overwrite) as partial:
             save_file(tensors, partial / ADAPTER)
             (partial / ADAPTER_LABEL).write_text(json.dumps(label, indent=1) + "\n", encoding="utf-8")
     except NosaError as error:
@@ -133,7 +135,14 @@ def main() -> None:
 
 
 def fit(arguments: argparse.Namespace) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of the adapter and its label, with a progress bar over documents."""
+    """Tensors of the adapter and its label, with a progress bar over documents. ConfigError for numbers that fit
+    nothing."""
+    for name, low in (("documents", 1), ("context", 2), ("stride", 1), ("seed", 0)):
+        if getattr(arguments, name) < low:
+            raise ConfigError(f"--{name} {getattr(arguments, name)} must be >= {low}")
+    for name in ("decay", "beta_std"):
+        if not 0 <= getattr(arguments, name) < np.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be finite and >= 0")
     loaded = load_model(
         arguments.model, adapter=arguments.adapter, convert_dense=arguments.adapter is None, device=arguments.device
     )

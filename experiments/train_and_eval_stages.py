@@ -16,7 +16,7 @@ from nosa_sys.outputs import whole_file
 from nosa_sys.traces.schema import write_text_whole
 from nosa_sys.training.evaluate import Evaluation
 from nosa_sys.training.evaluation_settings import EvalSettings, Subject, parse_eval_recipe
-from nosa_sys.training.loop import SUMMARY, Trainer
+from nosa_sys.training.loop import SUMMARY, Trainer, check_finished
 from nosa_sys.training.recipe import TrainSettings
 from nosa_sys.training.summaries import evaluation_document
 from nosa_sys.training.text_sources import open_texts
@@ -38,7 +38,7 @@ def train(runs: list[TrainSettings], texts: Path, folder: Path, device: str, lef
         row: Row = {"run": run.directory, "finished": (folder / run.directory / SUMMARY).exists()}
         rows.append(row)
         if row["finished"]:
-            _check_finished(run, folder / run.directory / SUMMARY)
+            check_finished(run, folder / run.directory)
         if row["finished"] or left_s() < _SAVING_S:
             continue
         if run.held_out not in sources:
@@ -57,17 +57,6 @@ def train(runs: list[TrainSettings], texts: Path, folder: Path, device: str, lef
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
     return rows
-
-
-def _check_finished(run: TrainSettings, path: Path) -> None:
-    """ConfigError naming the first setting of ``run`` that differs from what the summary at ``path`` was made with."""
-    theirs = _read_json(path, dict).get("settings", {})
-    for name, value in json.loads(json.dumps(run.to_dict())).items():
-        if name in theirs and theirs[name] != value:
-            raise ConfigError(
-                f"{path} was made with {name}={theirs[name]!r}, this run has {value!r}; use the same recipe, or remove "
-                f"{path.parent} to train it anew"
-            )
 
 
 def _read_json(path: Path, kind: type) -> Any:

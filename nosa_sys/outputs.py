@@ -12,7 +12,10 @@ from pathlib import Path
 from nosa_sys.errors import ConfigError
 
 # A directory that holds one of these was made by nosa and may be replaced with --overwrite.
-_OURS = ("meta.json", "replay.json", "prediction.json", "summary.json", "recipe.yaml", "demo.json", "validation.json")
+_OURS = (
+    *("meta.json", "replay.json", "prediction.json", "summary.json", "recipe.yaml", "demo.json", "validation.json"),
+    "adapter.json",
+)
 
 
 def partial_path(path: Path) -> Path:

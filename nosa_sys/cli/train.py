@@ -76,18 +76,22 @@ def command(
     import torch
 
     from nosa_sys.models.load import check_device
+    from nosa_sys.training.loop import SUMMARY, check_finished
     from nosa_sys.training.text_sources import open_texts
 
     check_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
+    for run in runs if resume else ():
+        if (out_dir / run.directory / SUMMARY).exists():
+            check_finished(run, out_dir / run.directory)
     sources = {share: open_texts(texts, share) for share in {run.held_out for run in runs}}
     out.stderr().print(planned)
     end_s = None if stop_after is None else time.monotonic() + stop_after
     done: list[dict[str, Any]] = []
     for run in runs:
         folder = out_dir / run.directory
-        if resume and (folder / "summary.json").exists():
+        if resume and (folder / SUMMARY).exists():
             out.stderr().print(f"{run.directory} is finished")
             continue
         if end_s is not None and time.monotonic() >= end_s:

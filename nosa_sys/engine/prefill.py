@@ -15,7 +15,7 @@ from torch import Tensor
 from nosa_sys.engine.memory import Memory
 from nosa_sys.engine.prefill_context import ChunkReports, KeptContext, LayerClock, PoolContext, PromptContext
 from nosa_sys.engine.setup import default_prefill_chunk
-from nosa_sys.errors import NumericsError
+from nosa_sys.errors import ConfigError, NumericsError
 from nosa_sys.kernels.block_selection.reference import Selection
 from nosa_sys.kernels.prefill_attention import prefill_attention, queue_selection
 from nosa_sys.methods import get_method
@@ -76,6 +76,8 @@ class PrefillRunner:
         store: bool = True,
     ) -> None:
         self.model, self.memory, self._store = model, memory, store
+        if chunk is not None and chunk < 1:
+            raise ConfigError(f"chunk={chunk} must be >= 1 token, or None for the device's default")
         self.chunk = chunk or default_prefill_chunk(model.device.type)
         self.cfg, self.method = memory.cfg, memory.method
         self._keep_context = model.device.type == "cuda" if keep_context is None else keep_context

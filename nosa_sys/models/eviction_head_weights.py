@@ -44,4 +44,6 @@ def describe_adapter(path: Path) -> str:
         label = json.loads(label_file.read_text(encoding="utf-8"))["label"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         raise CheckpointError(f"{label_file} must hold a JSON object with a label") from None
+    if not isinstance(label, str) or not label.isprintable():
+        raise CheckpointError(f"{label_file}: label {label!r} must be one line of text without control characters")
     return f"eviction head from {path.name}: {label}"

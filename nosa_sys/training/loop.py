@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nosa_sys.errors import NumericsError
+from nosa_sys.errors import ConfigError, NumericsError
 from nosa_sys.machine import cpu_name, git_revision, versions
 from nosa_sys.models.load import LoadedModel, load_model
 from nosa_sys.training import checkpoint
@@ -238,6 +238,24 @@ class Trainer:
             document["model"] = MODEL
         if write_adapter(self.directory, self.model, record) is not None and settings.trained != "all":
             document["adapter"] = ADAPTER
+
+
+def check_finished(settings: TrainSettings, directory: Path) -> None:
+    """ConfigError where the run that was finished in ``directory`` had other settings, naming the first, or left a
+    summary that cannot be read."""
+    path, mine = directory / SUMMARY, json.loads(json.dumps(settings.to_dict()))
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        shared = [name for name in mine if name in theirs]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{path} is no summary of a training run; remove {directory} to train it anew") from None
+    differing = [name for name in shared if mine[name] != theirs[name]]
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"{path} was made with {name}={theirs[name]!r}, this run has {mine[name]!r}; use the same recipe, or "
+            f"remove {directory} to train it anew"
+        )
 
 
 def open_base(settings: TrainSettings, device: str) -> LoadedModel:

@@ -70,7 +70,7 @@ def score_document(
     """
     if len(tokens) < 2:
         raise ConfigError(f"a document of {len(tokens)} tokens has nothing to predict; give at least 2")
-    if 0 < hot_slots < sparse.topk:
+    if hot_slots != 0 and hot_slots < sparse.topk:
         raise ConfigError(f"hot_slots={hot_slots} cannot hold the {sparse.topk} blocks of a step; give at least those")
     rule = get_method(method)
     drawn = _draw(len(tokens), sparse, mass_positions, seed, rule.dense)

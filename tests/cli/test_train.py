@@ -65,6 +65,11 @@ def test_sessions_add_up_to_one_run(nosa: Nosa, recipe: Path, texts: Path, tmp_p
     assert last["finished"]
     assert last["loss_last_10"] == whole["loss_last_10"]
     assert nosa(*common, "--out", tmp_path / "parts", "--resume").document["runs"] == []
+    other = nosa(*common, "--out", tmp_path / "parts", "--resume", "--steps", 9)
+    assert other.status == 2
+    assert "this run has 9" in other.err
+    (tmp_path / "parts" / "head-seed0" / "summary.json").write_text("{")
+    assert "is no summary of a training run" in nosa(*common, "--out", tmp_path / "parts", "--resume").err
 
 
 def test_a_token_pack_serves_as_texts(nosa: Nosa, recipe: Path, texts: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 from nosa_sys.errors import ConfigError
 from nosa_sys.experiments.block_rankings import LayerInputs, record
-from nosa_sys.experiments.head_fit import fit_delta, fit_head, token_targets
+from nosa_sys.experiments.head_fit import fit_delta, fit_head, main, token_targets
 from nosa_sys.kernels.eviction_head.reference import eviction_beta
 from nosa_sys.models.weights import head_tensors
 from tests.training.small import SHAPE, SPARSE, tiny, tokens
@@ -77,3 +78,36 @@ def test_documents_within_the_window() -> None:
     short = record(tiny(seed=3), tokens(20).tolist(), SPARSE, torch.arange(20))
     with pytest.raises(ConfigError, match="longer than the window"):
         fit_head([short], torch.arange(20), SPARSE, decay=0.03, beta_std=0.05)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--documents", "0"), "--documents 0 must be >= 1"),
+        (("--stride", "0"), "--stride 0 must be >= 1"),
+        (("--context", "0"), "--context 0 must be >= 2"),
+        (("--beta-std", "nan"), "--beta-std nan must be finite"),
+    ],
+)
+def test_numbers_that_fit_nothing(
+    option: tuple[str, str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["head_fit", "--texts", "texts", "--out", str(tmp_path / "out"), *option])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_in_the_place_asked_for_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    monkeypatch.setattr("sys.argv", ["head_fit", "--texts", "texts", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "already exists; give --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "summary.json").exists()

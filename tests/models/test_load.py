@@ -105,9 +105,14 @@ def test_adapter_replaces_the_head(checkpoint: Callable[..., Path], tmp_path: Pa
     adapter = {name: torch.full(size, 0.25) for name, size in head_tensors(TINY)}
     save_file(adapter, tmp_path / "adapter.safetensors")
     (tmp_path / "adapter.json").write_text('{"label": "a quarter everywhere"}')
-    loaded = load_model(checkpoint(), adapter=tmp_path / "adapter.safetensors")
+    directory = checkpoint()
+    loaded = load_model(directory, adapter=tmp_path / "adapter.safetensors")
     assert torch.equal(loaded.model.layers[1].A, torch.full((2,), 0.25))
     assert loaded.notes == ["eviction head from adapter.safetensors: a quarter everywhere"]
+    for label in ('{"label": "\\u001b[31mred"}', '{"label": "two\\nlines"}', '{"label": [1]}'):
+        (tmp_path / "adapter.json").write_text(label)
+        with pytest.raises(CheckpointError, match="one line of text"):
+            load_model(directory, adapter=tmp_path / "adapter.safetensors")
 
 
 def test_head_none_needs_no_head(checkpoint: Callable[..., Path]) -> None:

@@ -145,6 +145,12 @@ def test_short_documents() -> None:
     assert score.dense_mass is None
     with pytest.raises(ConfigError, match="at least 2"):
         score_document(tiny(), [1], SPARSE)
+    for chunk in (0, -1):
+        with pytest.raises(ConfigError, match=f"chunk={chunk} must be >= 1"):
+            score_document(tiny(), [1, 2], SPARSE, chunk=chunk)
+    for slots in (-1, SPARSE.topk - 1):
+        with pytest.raises(ConfigError, match=f"hot_slots={slots} cannot hold"):
+            score_document(tiny(), [1, 2], SPARSE, hot_slots=slots)
 
 
 # ---- intervals
