@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nosa_sys.errors import ConfigError
+from nosa_sys.errors import ConfigError, NumericsError
 from nosa_sys.kernels.block_selection import raise_selection_errors
 from nosa_sys.kernels.eviction_head.reference import split_qkv_and_beta
 from nosa_sys.methods import get_method
@@ -184,7 +184,10 @@ class TrainableModel:
         return x + self._product(index, "down", F.silu(gate) * up)
 
     def _select(self, layer: int, q: Tensor, k: Tensor, beta: Tensor) -> Tensor | None:
-        selected = select(q, k, beta, self.sparse, self.method)
+        try:
+            selected = select(q, k, beta, self.sparse, self.method)
+        except NumericsError as error:
+            raise NumericsError(f"layer {layer}, training, row = position: {error}") from None
         if selected is None:
             return None
         if selected.errors is not None and len(selected.errors):

@@ -132,6 +132,18 @@ def test_nan_scores_found_on_a_gpu_name_layer_position_head_and_block(monkeypatc
         model.check_selections()
 
 
+@pytest.mark.parametrize("bad_layer", [0, 1])
+def test_case_25_nan_names_the_layer_on_a_cpu_too(bad_layer: int) -> None:
+    """Head 1 of one layer is NaN: the first query that ranks is at position 80; one of its candidates 1 to 3 was picked
+    by its score already, so the report is of block 1 or 2."""
+    model = TrainableModel(tiny("float64"), SPARSE, method="nosa", trained="head")
+    with torch.no_grad():
+        model.base.layers[bad_layer].A[1] = torch.nan
+    place = f"layer {bad_layer}, training, row = position: NaN in the pooled beta of row 80, KV head 1, block [12];"
+    with pytest.raises(NumericsError, match=place):
+        model.loss(tokens(150))
+
+
 def test_fresh_head_is_ones_and_seeded() -> None:
     one, two, other = (TrainableModel(tiny(), SPARSE) for _ in range(3))
     for model, seed in ((one, 3), (two, 3), (other, 4)):
