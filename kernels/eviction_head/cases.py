@@ -18,8 +18,9 @@ _POSITIONS = (0, 30, 31, 32, 46, 47, 63, 64, 127, 128)
 
 
 def _case(name: str, uses: str, dtype: str = "bfloat16", **params: int) -> Case:
-    """``head`` indexes ed_dma, dma, none; ``extreme`` puts logits from -100 to 1000 in."""
-    defaults = {"tokens": 6, "kv_heads": 2, "group": 4, "head_dim": 64, "head": 0, "extreme": 0}
+    """``head`` indexes ed_dma, dma, none; ``extreme`` puts logits from -100 to 1000 in,
+    ``broken`` a NaN into the values of token 1 and the A of head 1."""
+    defaults = {"tokens": 6, "kv_heads": 2, "group": 4, "head_dim": 64, "head": 0, "extreme": 0, "broken": 0}
     return Case(name, dtype, {**defaults, **params}, frozenset(uses.split()))
 
 
@@ -33,6 +34,8 @@ def beta_cases() -> list[Case]:
         _case("extreme-fp32", both, "float32", extreme=1, tokens=8),
         _case("extreme-bf16", both, extreme=1, tokens=8),
         _case("extreme-dma", both, "float32", extreme=1, tokens=8, head=1),
+        _case("nan", both, broken=1),
+        _case("nan-dma", both, head=1, broken=1),
         _case("head-dim-80", both, "float32", head_dim=80, kv_heads=3, tokens=9),
         _case("8-heads-513-tokens", "check", tokens=513, kv_heads=8, head_dim=128),
         _case("8-heads-512", "bench", tokens=512, kv_heads=8, head_dim=128),
@@ -84,6 +87,8 @@ def make_beta_inputs(case: Case, device: torch.device, generator: torch.Generato
         qkv[:, -n_values] = torch.tensor(_LOGITS, device=device)[: p["tokens"]].to(qkv.dtype)
         delta[:, 0] = 1.0
     A = normal(p["kv_heads"]) if _head(case) != "dma" else normal(p["kv_heads"]) * 0.3
+    if p["broken"]:
+        qkv[1, -1], A[1] = torch.nan, torch.nan
     return {"qkv": qkv, "v": qkv[:, -n_values:], "A": A, "delta": delta, "head": _head(case)}
 
 
@@ -101,11 +106,14 @@ def compare_beta(
     case: Case, inputs: dict[str, Any], fast: Tensors, expected: Tensors
 ) -> dict[str, tuple[float, float]]:
     """Norm over all, and the worst entry: selection ranks by these, small ones too. An exponential head multiplies the
-    error of its exponent, up to 80."""
+    error of its exponent, up to 80. NaN stands where the reference has it, and there alone."""
     a, b = fast["beta"].double(), expected["beta"].double()
+    different = (a.isnan() != b.isnan()).sum()
+    a, b = (torch.where(b.isnan(), 0.0, x) for x in (a, b))
     scale = 20.0 if case.params["head"] == 1 else 1.0
     worst = ((a - b).abs() / b.abs().clamp_min(1e-6)).max()
-    return {"beta": (relative_error(a, b), 1e-5 * scale), "worst": (float(worst), 1e-4 * scale)}
+    limits = {"beta": (relative_error(a, b), 1e-5 * scale), "worst": (float(worst), 1e-4 * scale)}
+    return limits | {"nan": (float(different), 0.0)}
 
 
 def make_append_inputs(case: Case, device: torch.device, generator: torch.Generator) -> dict[str, Any]:

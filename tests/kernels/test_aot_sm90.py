@@ -50,3 +50,13 @@ def test_kernel_compiles_for_sm90_without_spills(operation: str, spec: AotSpec) 
     compiled = compile_for_sm90(spec)
     assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT_BYTES
     assert _spilled_bytes(compiled.asm["cubin"]) <= SPILLS_AT_MOST.get(spec.name, 0)
+
+
+def test_case_25_a_bounded_exponent_lets_a_nan_through() -> None:
+    """The PTX of the plain DMA head: min.f32 would make the largest bias of a NaN, which the interpreter's does not."""
+    from nosa_sys.kernels.eviction_head.triton import AOT_SPECS
+
+    exponential = [spec for spec in AOT_SPECS if spec.constexprs["HEAD"] == 2]
+    assert len(exponential) == 2
+    for spec in exponential:
+        assert set(re.findall(r"\bmin[.\w]*", compile_for_sm90(spec).asm["ptx"])) == {"min.NaN.f32"}
