@@ -46,7 +46,7 @@ def _head_score(logit, scale, HEAD: tl.constexpr):
     series = 1.0 + y * (1.0 / 3 + y * (1.0 / 5 + y * (1.0 / 7 + y * (1.0 / 9 + y * (1.0 / 11 + y * (1.0 / 13))))))
     beta = scale * (tl.maximum(logit, 0.0) + 2.0 * z * series)
     if HEAD == 2:
-        # The softmax exponentiates once more: an infinite bias would make it NaN. A NaN stays one: selection reports it.
+        # The softmax exponentiates once more: an infinite bias would make it NaN. A NaN stays one, and is reported.
         beta = tl.exp(tl.minimum(beta, _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL))
     return beta
 
