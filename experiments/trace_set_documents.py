@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import pydoc_data.topics
+import re
 import struct
 import subprocess
 import sys
@@ -35,6 +36,7 @@ KINDS = ("novel", "manual", "code", "dialogue")
 SOURCES = ("pydoc", "pypi", "debian", "file")
 MANIFEST = "documents.json"
 _FETCH_S = 300
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+~:=!-]{0,199}")  # becomes a folder and an argument of pip or apt-get
 _MAX_MEMBER_BYTES = 64 * 2**20
 _STRING_VECTOR, _STRING = 16, 9  # types in R's serialisation
 
@@ -63,6 +65,10 @@ class DocumentEntry:
             raise ConfigError(f"document {self.name}: source={self.source!r} must be one of {', '.join(SOURCES)}")
         if self.source in ("pypi", "debian") and not (self.package and self.members):
             raise ConfigError(f"document {self.name}: source {self.source} needs a package and members")
+        if self.package and not _PACKAGE.fullmatch(self.package):
+            raise ConfigError(
+                f"document {self.name}: package={self.package!r} must be a plain name, with ==VERSION where wanted"
+            )
         if self.source == "file" and len(self.members) != 1:
             raise ConfigError(f"document {self.name}: source file needs one member, a text of --texts")
 
@@ -266,7 +272,7 @@ def r_strings(raw: bytes, first_line: str) -> str:
     while place < len(raw):
         (size,) = struct.unpack_from(">I", raw, place)
         unpacker = zlib.decompressobj()
-        data = unpacker.decompress(raw[place + 4 :], min(size, _MAX_MEMBER_BYTES))
+        data = unpacker.decompress(raw[place + 4 :], max(1, min(size, _MAX_MEMBER_BYTES)))  # 0: no limit
         lines = _string_vector(data)
         if lines and lines[0] == first_line:
             return "\n".join(lines)

@@ -92,6 +92,9 @@ class EvalSettings:
             raise ConfigError(f"unknown task {unknown[0]!r}; known: {', '.join(TASKS)}")
         if not self.contexts or min(self.contexts) < 2:
             raise ConfigError(f"contexts={list(self.contexts)} must be one or more of at least 2 tokens")
+        for key in ("contexts", "topks", "tasks", "depths"):
+            if len(set(getattr(self, key))) < len(getattr(self, key)):
+                raise ConfigError(f"{key}={list(getattr(self, key))} must name each value once")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ConfigError(f"depths={list(self.depths)} must lie in [0, 1]")
         if 0 < self.hot_slots < 1:

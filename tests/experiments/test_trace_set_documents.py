@@ -125,3 +125,11 @@ def test_texts_of_several_places(tmp_path: Path) -> None:
 def test_a_file_needs_its_folder() -> None:
     with pytest.raises(ConfigError, match="document text is a file; give --texts"):
         open_documents((entry("file", members=("a.txt",)),), (), 10)
+
+
+@pytest.mark.parametrize("package", ["--help", "-oDir=/tmp", "../outside", "/tmp/outside", "a b", "x" * 300])
+@pytest.mark.parametrize("source", ["pypi", "debian"])
+def test_a_package_is_a_plain_name(source: str, package: str) -> None:
+    """It becomes a folder, and an argument of pip or apt-get."""
+    with pytest.raises(ConfigError, match="must be a plain name"):
+        entry(source, package=package, members=("a",))
