@@ -165,7 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The document of all rows, each printed as it comes."""
-    contexts = [int(context) for context in options.contexts.split(",")]
+    given = options.contexts.split(",")
+    if not all(context.isdecimal() and int(context) >= 2 for context in given):
+        raise ConfigError(f"--contexts {options.contexts} must be numbers of tokens >= 2, comma separated")
+    contexts = [int(context) for context in given]
     text: list[int] = []
     if options.random:
         shape = ModelShape.preset(options.random)

@@ -73,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _session(given: argparse.Namespace, left_s: Callable[[], float]) -> int:
+    if given.minutes is not None and not given.minutes >= 0:
+        raise ConfigError(f"--minutes {given.minutes} must be a number >= 0")
     settings = parse_trace_set(read_yaml_mapping(given.recipe, TRACE_SET_KEYS), str(given.recipe))
     if given.documents_only is not None:
         documents = open_documents(settings.documents, given.texts, settings.characters)

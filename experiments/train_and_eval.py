@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _session(options: argparse.Namespace, left_s: Callable[[], float]) -> int:
+    if not options.minutes >= 0:
+        raise ConfigError(f"--minutes {options.minutes} must be a number >= 0")
     check_device(options.device)
     runs = _chosen_runs(options)
     if options.eval and options.eval_texts is None:

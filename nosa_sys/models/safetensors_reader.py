@@ -61,8 +61,8 @@ def read_header(path: Path) -> Header:
                     "the file is truncated or no safetensors file"
                 )
             raw = file.read(header_bytes)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError):

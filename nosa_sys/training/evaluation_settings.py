@@ -97,6 +97,10 @@ class EvalSettings:
                 raise ConfigError(f"{key}={list(getattr(self, key))} must name each value once")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ConfigError(f"depths={list(self.depths)} must lie in [0, 1]")
+        if self.buckets > min(self.contexts) - 1:
+            raise ConfigError(f"buckets={self.buckets} exceed the {min(self.contexts) - 1} predictions of a context")
+        if not (self.documents or self.generation_documents or (self.cases and self.tasks)):
+            raise ConfigError("nothing to do: documents, cases and generation_documents are all 0")
         if 0 < self.hot_slots < 1:
             raise ConfigError(f"hot_slots={self.hot_slots} must be a multiple of k >= 1, or 0 to leave it out")
         check_ranges(self, slots=1, hot_slots=0, batch=1, seed=0, documents=0, buckets=1, mass_positions=0, cases=0)

@@ -126,6 +126,8 @@ def test_an_evaluation_alone_reads_what_was_trained_before(place: Path, capsys: 
     )
     assert main(["--results", "alone", "--device", "cpu"]) == 2
     assert "nothing to do" in capsys.readouterr().err
+    assert main([*alone, "--minutes", "nan"]) == 2
+    assert "--minutes nan" in capsys.readouterr().err
     assert main(["--train", "train.yaml", "--results", "alone", "--device", "cpu"]) == 2
     assert "--train needs --texts" in capsys.readouterr().err
 

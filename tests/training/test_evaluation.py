@@ -77,6 +77,14 @@ def test_every_subject_gets_the_same_documents_and_cases(evaluated: tuple[EvalSe
     assert {row["document"] for row in pick(rows, kind="perplexity")} == {"0.txt", "1.txt", "2.txt"}
 
 
+def test_what_has_nothing_to_do_or_no_end_is_refused() -> None:
+    common = {"name": "t", "subjects": (Subject("x"),), "sparse": SPARSE, "contexts": (300,)}
+    with pytest.raises(ConfigError, match="nothing to do"):
+        EvalSettings(**common, documents=0, cases=0, generation_documents=0)
+    with pytest.raises(ConfigError, match="buckets=300 exceed the 299"):
+        EvalSettings(**common, buckets=300)
+
+
 def test_each_case_lies_in_a_text_of_its_own_where_no_document_is_scored(tmp_path: Path) -> None:
     model = str(write_checkpoint(tmp_path / "tiny"))
     settings = EvalSettings(
