@@ -27,6 +27,7 @@ from nosa_sys.simulator.locality.registry import get_locality
 from nosa_sys.simulator.locality_model import LocalityModel, ScoreModel
 from nosa_sys.simulator.schedules import Schedule, get_schedule
 from nosa_sys.slot_count import slots_of
+from nosa_sys.yaml_numbers import safe_load
 
 MAX_RECIPE_BYTES = 2**20
 MAX_CONFIGURATIONS = 1_000_000
@@ -291,7 +292,7 @@ def read_recipe_file(path: str | Path) -> Any:
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
             raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than the limit of {MAX_RECIPE_BYTES}")
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:

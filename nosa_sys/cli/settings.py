@@ -16,6 +16,7 @@ from rich.console import Console
 
 from nosa_sys.cli import console as out
 from nosa_sys.errors import ConfigError
+from nosa_sys.yaml_numbers import safe_load
 
 T = TypeVar("T")
 _MAX_CONFIG_BYTES = 2**20
@@ -28,7 +29,7 @@ def read_yaml_mapping(path: Path, known: Iterable[str]) -> dict[str, Any]:
     if path.stat().st_size > _MAX_CONFIG_BYTES:
         raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than the limit of {_MAX_CONFIG_BYTES}")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # impossible dates and huge numbers are ValueErrors
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if data is None:

@@ -100,6 +100,15 @@ def test_yaml_files_are_checked_key_by_key(tmp_path: Path) -> None:
     assert read_yaml_mapping(path, ["a"]) == {}
 
 
+def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("rope_theta: 4e5\ntemperature: 1E-1\nmodel: 12e\nprompt: 0x1e3\n")
+    found = read_yaml_mapping(path, ("rope_theta", "temperature", "model", "prompt"))
+    assert found == {"rope_theta": 4e5, "temperature": 0.1, "model": "12e", "prompt": 0x1E3}
+    path.write_text("rope_theta: 1e999\n")
+    assert read_yaml_mapping(path, ("rope_theta",)) == {"rope_theta": float("inf")}
+
+
 def test_live_rate_looks_back_two_seconds() -> None:
     rate = LiveRate()
     assert rate.at(10.0, 0) is None
