@@ -40,7 +40,7 @@ def figure(spec: Row, kind: str = "perplexity", **values: Any) -> Row:
         **{"kind": kind, "subject": spec["name"], "method": spec["method"], "head": spec["head"], "context": 8192},
         **{"budget_k": 32, "topk": None if full else 32, "block_size": 64, "select_blocks": None if full else 8},
         **{"hot_slots": None if full else 40, "documents": 24, "rows": 24, "gpu_bytes": 60_000_000},
-        **({"part": "all"} if kind == "perplexity" else {}),
+        **({"part": "second half"} if kind == "perplexity" else {}),
         **values,
     }
 
@@ -87,9 +87,9 @@ def test_every_point_is_held_against_dense_and_infllmv2_of_its_own_seed(tmp_path
     """Against dense of the other seed NOSA's second point would lie 27.5 % above, its first 19 % below."""
     two_seeds(tmp_path)
     section = quality_against_transfers(tmp_path)
-    assert "0.90 and 2.00 % above dense and 0.40 and 0.79 % above InfLLMv2" in section.headline
+    assert "at 8K, k 32, 0.90 and 2.00 % above dense and 0.40 and 0.79 % above InfLLMv2" in section.headline
     assert "50 and 50 % (slots = k), 40 and 40 % (LRU slots)" in section.headline
-    assert section.headline.endswith("met with slots = k by none, with LRU slots by NOSA, k_q 8 (seed 0).")
+    assert section.headline.endswith("are met with LRU slots by NOSA, k_q 8, at 8K, k 32 (seed 0).")
     left, left_1, right, right_1 = sorted(named(section, "NOSA"), key=lambda t: (t.xaxis, t.y[0]))
     assert [*left.x, *left_1.x, *right.x, *right_1.x] == pytest.approx([50, 50, 40, 40])
     assert [*left.y, *left_1.y] == pytest.approx([0.9, 2.0])
@@ -101,12 +101,52 @@ def test_every_point_is_held_against_dense_and_infllmv2_of_its_own_seed(tmp_path
     assert [row[2:5] for row in section.table[1:]] == [("NOSA", 8, 0), ("NOSA", 8, 1)]
 
 
+def test_the_second_half_is_drawn_and_all_positions_stand_in_the_table(tmp_path: Path) -> None:
+    """Over all positions NOSA would meet every limit: 0.5 % above dense, at a tenth of the bytes."""
+    specs = [subject("dense", "full"), subject("infllmv2", "infllmv2"), subject("nosa", "nosa", head="ed_dma")]
+    halves = {
+        "all": (20.0, 20.1, 20.1, 0.4e6),
+        "second half": (19.0, 19.19, 19.38, 2e6),
+        "0-2046": (21.0, 21.0, 21.0, 0),
+    }
+    rows = []
+    for part, (dense, infllmv2, nosa, loaded) in halves.items():
+        values = ((dense, 0.0), (infllmv2, 4e6), (nosa, loaded))
+        rows += [perplexity(s, v, {"dense": dense}, h, h, part=part) for s, (v, h) in zip(specs, values, strict=True)]
+    write(tmp_path, "low-rank-seeds", specs, rows)
+    section = quality_against_transfers(tmp_path)
+    assert [(*t.x, *t.y) for t in named(section, "NOSA")] == [pytest.approx((50, 2.0))] * 2
+    assert "2.00 % above dense and 0.99 % above InfLLMv2, for 50 % (slots = k)" in section.headline
+    assert section.headline.endswith("met by no setting of the table.")
+    (row,) = (dict(zip(section.table[0], row, strict=True)) for row in section.table[1:])
+    assert (row["over dense, %"], row["over dense, all positions, %"]) == ("2.00", "0.50")
+    write(tmp_path, "ablation-blocks", specs, rows)
+    (line,) = (trace for trace in quality_by_block_size(tmp_path).plots[0].data if trace.name == "NOSA")
+    assert list(line.y) == pytest.approx([2.0])
+    assert "+0.50 % over all positions" in line.hovertext[0]
+
+
+def test_the_headline_names_each_context_at_its_largest_k(tmp_path: Path) -> None:
+    two_seeds(tmp_path)
+    specs = [subject("dense", "full"), subject("infllmv2", "infllmv2"), subject("nosa", "nosa", head="ed_dma")]
+    rows = [
+        perplexity(spec, value, {"dense": 20.0}, loaded, loaded, context=16384, budget_k=k, topk=k)
+        for k, high in ((32, 20.9), (64, 20.14))
+        for spec, value, loaded in zip(specs, (20.0, 20.1, high), (0.0, 4e6, 1e6), strict=True)
+    ]
+    write(tmp_path, "16k", specs, rows)
+    headline = quality_against_transfers(tmp_path).headline
+    assert "at 8K, k 32, 0.90 and 2.00 %" in headline
+    assert "at 16K, k 64, 0.70 % above dense and 0.20 % above InfLLMv2, for 25 % (slots = k)" in headline
+    assert "met with slots = k by NOSA, k_q 8, at 16K, k 64 (seed 0), with LRU slots by NOSA" in headline
+
+
 def test_bytes_that_were_not_counted_leave_a_panel_without_the_point(tmp_path: Path) -> None:
     two_seeds(tmp_path, hot=None)
     section = quality_against_transfers(tmp_path)
     assert "LRU slots)" not in section.headline
     assert sum(len(trace.x) for trace in section.plots[0].data if trace.name == "NOSA") == 2
-    assert section.table[1][-2:] == ("50.0", None)
+    assert section.table[1][-3:-1] == ("50.0", None)
 
 
 def test_lines_over_k_are_shares_of_what_infllmv2_loads_at_the_trained_k(tmp_path: Path) -> None:
@@ -146,7 +186,7 @@ def test_a_wider_window_is_named_by_its_blocks(tmp_path: Path) -> None:
     rows = [figure(specs[0], perplexity=20.0), perplexity(specs[1], 20.08, {"dense": 20.0}, 2e6, 0.44e6)]
     write(tmp_path, "wide", specs, rows)
     section = quality_against_transfers(tmp_path)
-    assert "NOSA, window 16, k_q 8 (seed 0)" in section.headline
+    assert "NOSA, window 16, k_q 8, at 8K, k 32 (seed 0)" in section.headline
     assert len(named(section, "NOSA, window 16")) == 2
 
 
@@ -188,7 +228,7 @@ def test_retrieval_shows_intervals_where_there_are_some_and_says_where_not(tmp_p
     assert heat.z[1][0] == 0.5
     assert heat.z[1][1] is None
     assert heat.text[1][1] == ""
-    assert "8K, k 32: NOSA 0.25." in section.headline, "InfLLMv2 was not asked every needle"
+    assert section.headline.endswith(": NOSA 0.25 at 8K, k 32."), "InfLLMv2 was not asked every needle"
     assert "one text is the haystack of all cases" in section.how_to_read
     many = {"documents": 8, "score_low": 0.25, "score_high": 0.75, "budget_k": 16}
     write(tmp_path, "tasks", [nosa], tasks(nosa, {"passkey": 0.5}, **many))
@@ -210,13 +250,14 @@ def test_generation_goes_part_by_part_and_counts_loops(tmp_path: Path) -> None:
     bars, line = section.plots[0].data
     assert list(bars.x) == ["8192-9999", "10000-19999"]
     assert list(line.y) == [0.9, 0.5]
-    assert "NOSA 9.0 and 60%." in section.headline
+    assert section.headline == "Distinct 4-grams in the second half of what was written: NOSA 60% at 8K, k 32."
+    assert "Loops" not in section.how_to_read
     assert "NOSA, tokens 10000-19999: 50% at a perplexity of 8.0" in section.how_to_read
     texts = [("a", 0.9), ("b", 0.49), ("c", 0.5)]
     more = [{"kind": "generation", "part": "all", "subject": "nosa", "document": "a", "distinct_4_grams": 0.0}]
     frame = [{**more[0], "part": "second half", "document": name, "distinct_4_grams": share} for name, share in texts]
     pd.DataFrame([*frame, *more]).to_parquet(tmp_path / "h200/equal_training/eval/generation.parquet")
-    assert "NOSA 9.0 and 60% (a loop in 1 of 3 texts)." in long_generation(tmp_path).headline
+    assert "Loops in the second half at 8K, k 32: NOSA in 1 of 3 texts." in long_generation(tmp_path).how_to_read
 
 
 def write_run(root: Path, name: str, method: str, losses: np.ndarray, topk: int = 32) -> Path:
@@ -250,7 +291,10 @@ def test_losses_are_smoothed_differences_to_dense_of_the_same_seed(tmp_path: Pat
     assert line.y[-1] == pytest.approx(0.1)
     assert list(eighth.y) == pytest.approx([0.02] * 61)
     assert line.xaxis != eighth.xaxis
-    assert "8K, k 32: NOSA +0.1000; 8K, k 16: InfLLMv2 +0.0200." in section.headline
+    assert section.headline == "", "no method is in both panels"
+    write_run(tmp_path, "nosa-seed1", "nosa", dense[1] + 0.3)
+    write_run(tmp_path, "nosa-eighth-seed1", "nosa", dense[1] + 0.05, topk=16)
+    assert training_losses(tmp_path).headline.endswith(": NOSA +0.2000 at 8K, k 32; NOSA +0.0500 at 8K, k 16.")
     with log.open("a") as more:
         more.write('{"step": 100, "loss": "cut')
     with pytest.raises(TraceError, match=r"loss\.jsonl, line 101"):

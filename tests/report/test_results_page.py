@@ -49,6 +49,8 @@ def test_every_figure_is_there_or_names_the_command_that_makes_it(page: ResultsP
             assert re.search(r"python -m nosa_sys|nosa \w+|make \w+", " ".join(section.missing)), section.key
         else:
             assert section.headline, section.key
+    empty = [section.empty for section in page.sections]
+    assert empty == sorted(empty), "sections without data stand last"
 
 
 def test_every_figure_states_how_far_to_trust_it_and_where_it_comes_from(page: ResultsPage) -> None:
@@ -111,6 +113,17 @@ def test_the_headline_of_throughput_follows_the_rows(page: ResultsPage) -> None:
     assert number(rate, after["throughput-16384"].headline) == round(2 * nosa["tokens_per_s"])
     double = 2 * number(ratio, before["throughput-16384"].headline)
     assert number(ratio, after["throughput-16384"].headline) == pytest.approx(double, abs=0.02)
+
+
+def test_the_caption_of_throughput_says_where_dots_had_more_host_memory(page: ResultsPage) -> None:
+    """Committed dots kept 191 GB on the host at 64K, 34 GB at 16K; profile h200 has 135 GB."""
+    sections = by_key(page.sections)
+    assert "host memory, 135 GB, while the dots had 188 GiB (202 GB)" in sections["throughput-65536"].how_to_read
+    assert "host memory" not in sections["throughput-16384"].how_to_read
+    large = dataclasses.replace(load_hardware("h200"), host_memory_bytes=2e11)
+    nothing = ResultRows("none", [], {})
+    after = by_key(throughput(read_rows(RESULTS, "h200/nosi/methods.json"), nothing, large))
+    assert "host memory" not in after["throughput-65536"].how_to_read
 
 
 def test_the_headline_of_the_hot_buffer_follows_the_rows(page: ResultsPage) -> None:

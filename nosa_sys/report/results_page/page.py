@@ -37,7 +37,8 @@ class ResultsPage:
 
 
 def build_sections(root: Path, hardware: str) -> list[Section]:
-    """Every figure from the results under ``root``; TraceError for a directory or file that cannot be read."""
+    """Every figure from the results under ``root``, those without data last; TraceError for a directory or file that
+    cannot be read."""
     if not root.is_dir():
         raise TraceError(f"no such directory: {root}; run from the project's root, or give --results DIR")
     profile = load_hardware(hardware)
@@ -47,7 +48,7 @@ def build_sections(root: Path, hardware: str) -> list[Section]:
     }
     bench = read_rows(root, "h200/kernel_limits/bench.json")
     budgets = read_rows(root, "cpu/budgets/budgets.json")
-    return [
+    sections = [
         *throughput(stages["methods"], stages["crossover"], profile),
         hot_buffer_table(stages["hot_buffer"], profile),
         *breakdown(stages["schedules"], stages["paper"], profile),
@@ -62,6 +63,7 @@ def build_sections(root: Path, hardware: str) -> list[Section]:
         head_numerics(read_rows(root, "cpu/head_numerics/numerics.json")),
         *predicted_against_measured(root),
     ]
+    return sorted(sections, key=lambda section: section.empty)
 
 
 def build_results_page(root: Path, hardware: str = "h200-engine") -> ResultsPage:

@@ -91,10 +91,23 @@ def _section(
         "Dots are measured. Batches of the comparison are those that equal GPU bytes allow (a dot says whose), so read "
         "each method at its own batch. Lines are simulated at the misses of the first dot of their colour, with the "
         "fastest of four schedules; they end where the memory of the profile's machine ends, and are marked where they "
-        "leave what the profile was measured at.",
+        "leave what the profile was measured at." + _host_note(rows, profile),
         merged([*origins, simulated(profile, EVEN_RULE, outside_note([p for line in lines.values() for p in line]))]),
         (_plot(rows, lines),),
         missing=lacks,
+    )
+
+
+def _host_note(rows: list[Row], profile: HardwareProfile) -> str:
+    """Where dots kept more KV on the host than the profile's machine has; empty where none did."""
+    beyond = [row for row in rows if is_number(row.get("host_pool_bytes"))]
+    beyond = [row for row in beyond if row["host_pool_bytes"] > profile.host_memory_bytes]
+    had = max((float(row["host_pinned_bytes"]) for row in beyond if is_number(row.get("host_pinned_bytes"))), default=0)
+    if not had:
+        return ""
+    return (
+        f" Lines of offloaded KV end with the profile's host memory, {profile.host_memory_bytes / 1e9:.0f} GB, while "
+        f"the dots had {had / 2**30:.0f} GiB ({had / 1e9:.0f} GB) of it pinned."
     )
 
 

@@ -11,6 +11,8 @@ from nosa_sys.report.figure import COLOURS, styled
 from nosa_sys.report.results_page.equal_training.evaluations import (
     error_bars,
     gap,
+    part_note,
+    perplexities,
     read_evaluation,
     recipe_sparse,
     run_with,
@@ -26,7 +28,7 @@ def quality_by_block_size(root: Path) -> Section:
     """NOSA and InfLLMv2 trained with one block size, evaluated with others."""
     key, title = "quality-blocks", "Quality against transfers: block size"
     stage = read_evaluation(root, _STAGE)
-    rows = stage.having("over_dense", "block_size", "h2d_bytes_per_step", kind="perplexity", part="all")
+    rows = perplexities(stage, "block_size", "h2d_bytes_per_step")
     if not rows:
         return Section(key, title, missing=(gap(_STAGE),))
     sizes = sorted({int(row["block_size"]) for row in rows}, reverse=True)
@@ -72,6 +74,8 @@ def _tokens(row: Row) -> str:
 
 def _text(row: Row) -> str:
     parts = [f"{row['label']}, blocks of {_tokens(row)}, {row['over_dense']:+.2f} % over dense"]
+    if is_number(row.get("over_dense_all")):
+        parts.append(f"{row['over_dense_all']:+.2f} % over all positions")
     parts += [f"{name} {row[name]:.3f}" for name in ("recall", "dense_mass", "gamma_macro") if is_number(row.get(name))]
     if is_number(row.get("gpu_bytes")):
         parts.append(f"{row['gpu_bytes'] / 1e6:.0f} MB a sequence on the GPU")
@@ -108,6 +112,7 @@ def _reading(stage: ResultRows, rows: list[Row]) -> str:
     return (
         f"k, window and k_q are equal in tokens (k is {rows[0].get('budget_k')} blocks of {size}); the models were "
         f"trained with blocks of {size}. {rows[0].get('documents')} texts of {rows[0].get('context')} tokens, seed "
-        f"{seeds}; bars are 95 % over documents. Finer blocks cross the link in shorter runs, which the figure on "
+        f"{seeds}; bars are 95 % over documents. {part_note('the pointer')} "
+        "Finer blocks cross the link in shorter runs, which the figure on "
         f"fragments prices, and compressed keys take the GPU memory that the pointer shows. {run_with([_STAGE])}"
     )

@@ -76,7 +76,7 @@ def table(compared: list[Point]) -> tuple[tuple[Any, ...], ...]:
     """Every setting of two seeds or one, against the limits."""
     head = (
         *("context", "k", "subject", "k_q", "seed", "perplexity", "over dense, %", "over InfLLMv2, %"),
-        *("bytes at slots = k, %", "bytes with LRU slots, %"),
+        *("bytes at slots = k, %", "bytes with LRU slots, %", "over dense, all positions, %"),
     )
     rows = [
         (
@@ -84,6 +84,7 @@ def table(compared: list[Point]) -> tuple[tuple[Any, ...], ...]:
             p.row["label"], p.row.get("select_blocks"), p.row["seed"],
             f"{p.row['perplexity']:.3f}", f"{p.row['over_dense']:.2f}", f"{p.over_infllmv2:.2f}",
             *(None if share is None else f"{share:.1f}" for share in p.loaded),
+            f"{p.row['over_dense_all']:.2f}" if is_number(p.row.get("over_dense_all")) else None,
         )
         for p in sorted(compared, key=_order)
         if p.row is not p.level

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ _COLOURS = {
     ("infllmv2", True): COLOURS[5],
 }
 _DMA_HEAD = COLOURS[3]
+_CELL = ("subject", "context", "budget_k", "block_size")  # a perplexity of an evaluation, in each of its parts
 
 
 def eval_command(name: str) -> str:
@@ -55,6 +56,25 @@ def read_evaluation(root: Path, name: str) -> ResultRows:
     found.document["command"] = eval_command(name)
     found.document["seeds"] = ", ".join(str(seed) for seed in sorted(set(seeds.values())))
     return found
+
+
+def perplexities(stage: ResultRows, *columns: str) -> list[Row]:
+    """Rows of the second half of the positions that have a number in ``columns``, each with ``over_dense_all``: percent
+    above dense over all positions, those before k blocks among them, where every method attends to everything."""
+    whole = {
+        tuple(row.get(name) for name in _CELL): row["over_dense"]
+        for row in stage.having("over_dense", kind="perplexity", part="all")
+    }
+    rows = stage.having("over_dense", *columns, kind="perplexity", part="second half")
+    return [{**row, "over_dense_all": whole.get(tuple(row.get(name) for name in _CELL))} for row in rows]
+
+
+def part_note(where: str) -> str:
+    """For the caption: what `perplexities` are of, and ``where`` those over all positions stand."""
+    return (
+        f"Perplexity and bytes are of the second half of the positions, where every query is sparse; {where} also has "
+        "all positions, the first k blocks of which attend to everything with every method."
+    )
 
 
 def series(row: Row, sparse: dict[str, Any]) -> Row:
@@ -107,6 +127,22 @@ def run_with(names: Iterable[str]) -> str:
 def by_seed(values: Mapping[int, float], form: str) -> str:
     """Values of several seeds as one text: ``1.14 and 1.17``; a value alone stands alone."""
     return " and ".join(format(values[seed], form) for seed in sorted(values))
+
+
+def setting_name(context: int, k: int) -> str:
+    """``8K, k 32``: tokens and blocks."""
+    return f"{context // 1024}K, k {k}"
+
+
+def shared_means(settings: Mapping[tuple[int, int], Mapping[str, Sequence[float]]], form: str) -> str:
+    """Means over seeds of the labels that every setting (context, k) has, ``NOSA 0.2 at 8K, k 32; ...``; else empty."""
+    shared = [label for label in next(iter(settings.values()), {}) if all(label in of for of in settings.values())]
+    return "; ".join(
+        ", ".join(f"{label} {sum(of[label]) / len(of[label]):{form}}" for label in shared)
+        + f" at {setting_name(*setting)}"
+        for setting, of in settings.items()
+        if shared
+    )
 
 
 def error_bars(rows: Iterable[Row], colour: str, name: str = "over_dense") -> dict[str, Any]:

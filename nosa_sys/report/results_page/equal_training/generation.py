@@ -12,7 +12,15 @@ from plotly.subplots import make_subplots
 
 from nosa_sys.report.figure import styled
 from nosa_sys.report.inputs import read_parquet
-from nosa_sys.report.results_page.equal_training.evaluations import FOLDER, error_bars, gap, read_evaluation, run_with
+from nosa_sys.report.results_page.equal_training.evaluations import (
+    FOLDER,
+    error_bars,
+    gap,
+    read_evaluation,
+    run_with,
+    setting_name,
+    shared_means,
+)
 from nosa_sys.report.results_page.files import Row, merged
 from nosa_sys.report.results_page.section import Section
 
@@ -47,8 +55,16 @@ def long_generation(root: Path) -> Section:
     return Section(
         key,
         title,
-        " ".join(text for name in shown if (text := _headline(rows[name], _loops(root, name)))),
-        _reading([row for name in shown for row in parts[name]]) + " " + run_with(shown),
+        _headline([rows[name] for name in shown]),
+        " ".join(
+            text
+            for text in (
+                _reading([row for name in shown for row in parts[name]]),
+                *(_looping(rows[name], _loops(root, name)) for name in shown),
+                run_with(shown),
+            )
+            if text
+        ),
         merged([origin for name in shown for origin in stages[name].origins(parts[name])]),
         (plot,),
         missing=lacks,
@@ -88,7 +104,7 @@ def _draw(plot: go.Figure, line: int, rows: list[Row], named: set[str]) -> None:
 
 def _setting(rows: list[Row]) -> str:
     """Context and budget, as every row of an evaluation has them."""
-    return f"{int(rows[0]['context']) // 1024}K, k {rows[0]['budget_k']}"
+    return setting_name(int(rows[0]["context"]), rows[0]["budget_k"])
 
 
 def _loops(root: Path, name: str) -> dict[str, tuple[int, int]]:
@@ -105,17 +121,25 @@ def _loops(root: Path, name: str) -> dict[str, tuple[int, int]]:
     return {subject: (int((share < _LOOP).sum()), len(share)) for subject, share in shares.items()}
 
 
-def _headline(rows: list[Row], loops: dict[str, tuple[int, int]]) -> str:
-    """The second half of what was written, subject by subject."""
-    half = [row for row in rows if row.get("part") == "second half"]
-    if not half:
-        return ""
-    named = []
-    for row in half:
-        text = f"{row['label']} {row['dense_perplexity']:.1f} and {row['distinct_4_grams']:.0%}"
-        looping, texts = loops.get(str(row["subject"]), (0, 0))
-        named.append(text + (f" (a loop in {looping} of {texts} texts)" if looping else ""))
-    return f"{_setting(half)}, second half, dense-model perplexity and distinct 4-grams: {', '.join(named)}."
+def _headline(stages: list[list[Row]]) -> str:
+    """The second half of what was written, for the subjects of every setting."""
+    shares: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for row in (row for rows in stages for row in rows if row.get("part") == "second half"):
+        of = shares.setdefault((int(row["context"]), int(row["budget_k"])), {})
+        of.setdefault(row["label"], []).append(float(row["distinct_4_grams"]))
+    text = shared_means(shares, ".0%")
+    return f"Distinct 4-grams in the second half of what was written: {text}." if text else ""
+
+
+def _looping(rows: list[Row], loops: dict[str, tuple[int, int]]) -> str:
+    """A sentence on the subjects of an evaluation that fell into loops; empty for none."""
+    labels = {str(row["subject"]): row["label"] for row in rows}
+    named = [
+        f"{label} in {loops[name][0]} of {loops[name][1]} texts"
+        for name, label in labels.items()
+        if name in loops and loops[name][0]
+    ]
+    return f"Loops in the second half at {_setting(rows)}: {', '.join(named)}." if named else ""
 
 
 def _reading(rows: list[Row]) -> str:

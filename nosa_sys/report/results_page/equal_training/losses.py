@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from nosa_sys.errors import TraceError
 from nosa_sys.report.figure import COLOURS, styled
 from nosa_sys.report.inputs import read_json
-from nosa_sys.report.results_page.equal_training.evaluations import FOLDER, by_seed, series
+from nosa_sys.report.results_page.equal_training.evaluations import FOLDER, series, shared_means
 from nosa_sys.report.results_page.files import Origin, ResultRows, is_number
 from nosa_sys.report.results_page.section import Section
 
@@ -149,15 +149,12 @@ def _lines(runs: list[_Run]) -> list[_Line]:
 
 
 def _headline(lines: list[_Line]) -> str:
-    """The last mean of every method, by panel."""
-    ends: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
+    """The last mean over seeds, by panel, for the methods of every panel."""
+    ends: dict[tuple[int, int], dict[str, list[float]]] = {}
     for run, _, above in lines:
-        ends.setdefault(run.panel, {}).setdefault(run.label, {})[run.seed] = above[-1]
-    parts = [
-        f"{context // 1024}K, k {k}: " + ", ".join(f"{label} {by_seed(of, '+.4f')}" for label, of in labels.items())
-        for (context, k), labels in sorted(ends.items(), key=lambda item: (item[0][0], -item[0][1]))
-    ]
-    return f"Loss above dense in the last {SMOOTHED} steps, nats a token: {'; '.join(parts)}."
+        ends.setdefault(run.panel, {}).setdefault(run.label, []).append(above[-1])
+    text = shared_means({panel: ends[panel] for panel in sorted(ends, key=lambda panel: (panel[0], -panel[1]))}, "+.4f")
+    return f"Loss above dense in the last {SMOOTHED} steps, nats a token, mean of seeds: {text}." if text else ""
 
 
 def _origin(root: Path, folder: str, recipe: str, runs: list[_Run]) -> Origin:

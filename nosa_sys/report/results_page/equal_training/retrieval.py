@@ -8,7 +8,13 @@ from typing import Any
 import plotly.graph_objects as go
 
 from nosa_sys.report.figure import styled
-from nosa_sys.report.results_page.equal_training.evaluations import by_seed, gap, read_evaluation, run_with
+from nosa_sys.report.results_page.equal_training.evaluations import (
+    gap,
+    read_evaluation,
+    run_with,
+    setting_name,
+    shared_means,
+)
 from nosa_sys.report.results_page.files import Row, is_number, merged
 from nosa_sys.report.results_page.section import Section
 
@@ -77,18 +83,16 @@ def _text(row: Row | None) -> str:
 
 
 def _headline(settings: dict[tuple[int, int], dict[tuple[str, int, str], Row]]) -> str:
-    """The mean of the needle tasks by setting, subject and seed."""
-    parts = []
-    for (context, k), cells in settings.items():
-        means: dict[str, dict[int, float]] = {}
+    """The mean of the needle tasks over seeds, for the subjects of every setting."""
+    means: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for setting, cells in settings.items():
+        of = means.setdefault(setting, {})
         for label, seed in dict.fromkeys((label, seed) for label, seed, _ in cells):
             scores = [cells[label, seed, task]["score"] for task in _NEEDLES if (label, seed, task) in cells]
             if len(scores) == len(_NEEDLES):
-                means.setdefault(label, {})[seed] = sum(scores) / len(scores)
-        if means:
-            named = ", ".join(f"{label} {by_seed(of, '.2f')}" for label, of in means.items())
-            parts.append(f"{context // 1024}K, k {k}: {named}")
-    return f"Mean score of passkey, single needle, multi-key and multi-value: {'; '.join(parts)}." if parts else ""
+                of.setdefault(label, []).append(sum(scores) / len(scores))
+    text = shared_means(means, ".2f")
+    return f"Mean score of the {len(_NEEDLES)} needle tasks over seeds: {text}." if text else ""
 
 
 def _reading(rows: list[Row]) -> str:
@@ -101,7 +105,7 @@ def _reading(rows: list[Row]) -> str:
     if many:
         text += f" They are {_range(many, 'documents')} where an interval stands."
     if lone:
-        where = sorted({f"{row['context'] // 1024}K, k {row['budget_k']}" for row in lone})
+        where = sorted({setting_name(row["context"], row["budget_k"]) for row in lone})
         text += (
             f" At {' and '.join(where)} one text is the haystack of all cases: there is no interval, and differences "
             "of a few cases mean little."

@@ -23,14 +23,18 @@ from nosa_sys.report.results_page.equal_training.evaluations import (
     by_seed,
     error_bars,
     gap,
+    part_note,
+    perplexities,
     read_evaluation,
     recipe_sparse,
     run_with,
+    setting_name,
 )
 from nosa_sys.report.results_page.files import is_number, merged
 from nosa_sys.report.results_page.section import Section
 
 _SUBJECTS, _BUDGETS, _TOPKS, _OTHERS = ("low-rank-seeds", "wide"), "ablation-budgets", "ablation-k", ("eighth", "16k")
+_SLOTS = ("slots = k", "LRU slots")  # of COLUMNS
 _SYMBOLS = ("circle", "diamond-open", "square-open", "triangle-up-open")
 _NAMED_BUDGETS = (1, 2, 4, 8, 12, 16, 23)
 
@@ -40,8 +44,7 @@ def quality_against_transfers(root: Path) -> Section:
     key, title = "quality-transfers", "Quality against transfers: perplexity after equal training"
     stages = {name: read_evaluation(root, name) for name in (*_SUBJECTS, _BUDGETS, _TOPKS, *_OTHERS)}
     rows = {
-        name: stage.having("over_dense", "perplexity", "context", "budget_k", COLUMNS[0], kind="perplexity", part="all")
-        for name, stage in stages.items()
+        name: perplexities(stage, "perplexity", "context", "budget_k", COLUMNS[0]) for name, stage in stages.items()
     }
     levels = levels_of(row for found in rows.values() for row in found)
     subjects = [point for name in _SUBJECTS for point in points(rows[name], levels)]
@@ -59,7 +62,7 @@ def quality_against_transfers(root: Path) -> Section:
     return Section(
         key,
         title,
-        _headline(subjects),
+        _headline([*subjects, *others]),
         _reading(subjects, budgets, topks) + " " + run_with(shown),
         merged([origin for name in shown for origin in stages[name].origins(rows[name])]),
         tuple(plots),
@@ -171,43 +174,56 @@ def _limits(plot: go.Figure, panel: int, levels: list[Point], where: str = "") -
         named.add(name)
 
 
-def _headline(subjects: list[Point]) -> str:
-    """NOSA as trained, against each limit, and who meets all three under which seeds."""
-    own = {p.row["seed"]: p for p in subjects if p.row["label"] == "NOSA"}
-    if not own:
+def _headline(compared: list[Point]) -> str:
+    """NOSA at the largest k of each context, and which settings of the table meet all limits under which seeds."""
+    nosa = [p for p in compared if p.row["label"] == "NOSA"]
+    if not nosa:
         return ""
-    row = next(iter(own.values())).row
-    over_dense = by_seed({seed: p.row["over_dense"] for seed, p in own.items()}, ".2f")
-    over_infllmv2 = by_seed({seed: p.over_infllmv2 for seed, p in own.items()}, ".2f")
-    loaded, meeting = [], []
-    for panel, slots in enumerate(("slots = k", "LRU slots")):
-        shares = {seed: p.loaded[panel] for seed, p in own.items()}
-        known = {seed: share for seed, share in shares.items() if share is not None}
-        if known:
-            loaded.append(f"{by_seed(known, '.0f')} % ({slots})")
-        seeds: dict[str, dict[int, int]] = {}
-        for p in subjects:
-            if p.meets(panel):
-                name = f"{p.row['label']}, k_q {p.row.get('select_blocks')}"
-                seeds.setdefault(name, {})[p.row["seed"]] = p.row["seed"]
-        found = "; ".join(f"{name} (seed {by_seed(of, 'd')})" for name, of in seeds.items())
-        meeting.append(f"with {slots} by {found or 'none'}")
+    parts = []
+    for context in sorted({p.row["context"] for p in nosa}):
+        k = max(p.row["budget_k"] for p in nosa if p.row["context"] == context)
+        own = {p.row["seed"]: p for p in nosa if (p.row["context"], p.row["budget_k"]) == (context, k)}
+        over_dense = by_seed({seed: p.row["over_dense"] for seed, p in own.items()}, ".2f")
+        over_infllmv2 = by_seed({seed: p.over_infllmv2 for seed, p in own.items()}, ".2f")
+        loaded = []
+        for panel, slots in enumerate(_SLOTS):
+            known = {seed: share for seed, p in own.items() if (share := p.loaded[panel]) is not None}
+            loaded += [f"{by_seed(known, '.0f')} % ({slots})"] if known else []
+        parts.append(
+            f"at {setting_name(context, k)}, {over_dense} % above dense and {over_infllmv2} % above InfLLMv2, for "
+            f"{', '.join(loaded)} of InfLLMv2's bytes a step"
+        )
+    seeds = sorted({p.row["seed"] for p in nosa})
+    limits = f"({OVER_DENSE:g} % above dense, {OVER_INFLLMV2:g} % above InfLLMv2, {BYTES:g} % of its bytes)"
+    met = [f"with {slots} by {who}" for panel, slots in enumerate(_SLOTS) if (who := _meeting(compared, panel))]
+    end = f"met {', '.join(met)}" if met else "met by no setting of the table"
     return (
-        f"At k = {row['budget_k']} blocks of {row['context'] // 1024}K, seed {by_seed({s: s for s in own}, 'd')}: "
-        f"NOSA's perplexity is {over_dense} % above dense and {over_infllmv2} % above InfLLMv2, its bytes a step are "
-        f"{', '.join(loaded)} of InfLLMv2's. The limits asked for ({OVER_DENSE:g} % above dense, {OVER_INFLLMV2:g} % "
-        f"above InfLLMv2, {BYTES:g} % of its bytes) are all met {', '.join(meeting)}."
+        f"NOSA's perplexity (seed {' and '.join(map(str, seeds))}): {'; '.join(parts)}. All limits asked for {limits} "
+        f"are {end}."
     )
+
+
+def _meeting(compared: list[Point], panel: int) -> str:
+    """Settings and seeds that meet all limits with the slots of a panel; empty for none."""
+    seeds: dict[str, dict[int, float]] = {}
+    for p in (p for p in compared if p.meets(panel)):
+        setting = setting_name(p.row["context"], p.row["budget_k"])
+        name = f"{p.row['label']}, k_q {p.row.get('select_blocks')}, at {setting}"
+        seeds.setdefault(name, {})[p.row["seed"]] = p.row["seed"]
+    return "; ".join(f"{name} (seed {by_seed(of, 'd')})" for name, of in seeds.items())
 
 
 def _reading(subjects: list[Point], budgets: list[Point], topks: list[Point]) -> str:
     """What the plots show, with their numbers."""
     text = (
-        "Lower left is better. Bars: 95 % over documents; dense and InfLLMv2 are of the same seed, on the same texts."
+        "Lower left is better. Bars: 95 % over documents; dense and InfLLMv2 are of the same seed, on the same texts. "
+        + part_note("the table")
     )
     if subjects:
+        row = subjects[0].row
         text += (
-            f" A point a subject and seed, on {subjects[0].row.get('documents')} texts; joined: k_q as in the table."
+            f" A point a subject and seed at {setting_name(row['context'], row['budget_k'])}, on {row.get('documents')}"
+            " texts; joined: k_q as in the table."
         )
     lines = [(p, p.loaded[0]) for p in budgets if p.loaded[0] is not None]
     if lines:
