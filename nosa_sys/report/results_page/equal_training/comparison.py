@@ -76,7 +76,7 @@ def table(compared: list[Point]) -> tuple[tuple[Any, ...], ...]:
     """Every setting of two seeds or one, against the limits."""
     head = (
         *("context", "k", "subject", "k_q", "seed", "perplexity", "over dense, %", "over InfLLMv2, %"),
-        *("bytes at slots = k, %", "bytes with LRU slots, %", "over dense, all positions, %"),
+        *("bytes, slots = k, %", "bytes, LRU, %", "over dense, all, %"),
     )
     rows = [
         (
