@@ -170,6 +170,7 @@ def fit(arguments: argparse.Namespace) -> tuple[dict[str, Tensor], dict[str, Any
     label = {
         "label": f"fitted to attention of {len(found)} documents of {arguments.context} tokens, seed {arguments.seed}",
         **facts(loaded.model),
+        "settings": {"rope_theta": loaded.model.config.rope_theta},  # for load_model
         "documents": [document.name for document, _ in found],
         "decay": arguments.decay,
         "beta_std": arguments.beta_std,

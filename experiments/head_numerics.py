@@ -4,14 +4,14 @@
 
 Writes ``numerics.json``. Rows of part ``grid`` come from head inputs of -1000 to 1000 (``head_grid``), those of parts
 ``range``, ``precision`` and ``attention`` from a trained head on the language reference of Python
-(``head_precision``). On a CPU the Triton kernel runs in Triton's interpreter. Two cores take about a minute.
+(``head_precision``). On a CPU the Triton kernel runs in Triton's interpreter; where Triton is not installed it is left
+out, with a note. Two cores take about a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from nosa_sys.errors import ConfigError, NosaError
 from nosa_sys.experiments.decode_bench import run_facts
 from nosa_sys.experiments.head_grid import grid_rows
+from nosa_sys.kernels.launch import NO_TRITON, choose_interpreter, require_triton
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.models.load import check_device, load_model
 from nosa_sys.outputs import write_whole
@@ -64,15 +65,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_device(options.device)
         device = torch.device(options.device)
-        if device.type == "cpu":
-            os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
-        rows, notes = list(grid_rows(device)), []
+        notes = []
+        if device.type == "cuda":
+            require_triton()
+        elif not choose_interpreter():
+            notes.append(f"without the Triton kernel: {NO_TRITON}")
+            say(notes[0])
+        rows = list(grid_rows(device))
         say(f"{len(rows)} rows of the grid, {count_not_finite(rows)} values not finite")
         if options.tokens:
             from nosa_sys.experiments.engine_check import document_tokens
 
             loaded = load_model("smollm2-135m", device=options.device, adapter=options.adapter)
-            notes = loaded.notes
+            notes += loaded.notes
             rows += document_rows(loaded.model, document_tokens(loaded.tokenizer)[: options.tokens], TRAINED)
     except NosaError as error:
         print(error, file=sys.stderr)

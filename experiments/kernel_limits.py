@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from nosa_sys.kernels.bench import ceilings, format_row
-from nosa_sys.kernels.block_fetch.bulk import DEFAULT_BULK_CTAS
+from nosa_sys.kernels.launch import NO_TRITON, has_triton
 from nosa_sys.kernels.registry import OPERATION_MODULES
 from nosa_sys.kernels.timing import environment, time_in_graph
 from nosa_sys.methods import get_method
@@ -183,6 +183,8 @@ def bench_rows(ceiling: dict[str, float]) -> Iterator[dict[str, Any]]:
 
 def summary(ceiling: dict[str, float], bench: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Targets with what was reached."""
+    from nosa_sys.kernels.block_fetch.bulk import DEFAULT_BULK_CTAS
+
     found: list[dict[str, Any]] = []
 
     def add(what: str, reached: float, target: float, *, at_most: bool) -> None:
@@ -228,6 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA device: kernel limits are measured on one", file=sys.stderr)
+        return 2
+    if not has_triton():
+        print(NO_TRITON, file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     ok = options.skip_checks or run_checks(options.out)

@@ -8,12 +8,36 @@ from __future__ import annotations
 import contextlib
 import os
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from nosa_sys.errors import ConfigError
+
 # Used where no device can be asked (interpreter, ahead-of-time compilation): an H200.
 _DEFAULT_SMS = 132
+NO_TRITON = (
+    "triton is not installed; pip install -e '.[gpu]' in the checkout brings it (Linux, x86-64), so does make test"
+)
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed, found without importing it."""
+    return find_spec("triton") is not None
+
+
+def require_triton() -> None:
+    """ConfigError naming the installation where there is no Triton."""
+    if not has_triton():
+        raise ConfigError(NO_TRITON)
+
+
+def choose_interpreter() -> bool:
+    """Run Triton kernels of this process in the CPU interpreter; call it before any of them is imported. False, and the
+    reference alone is left, where Triton is not installed."""
+    os.environ["TRITON_INTERPRET"] = "1" if has_triton() else "0"
+    return interpreting()
 
 
 def interpreting() -> bool:

@@ -122,7 +122,7 @@ def command(
     console = out.human(json)
     console.print(summary_table(document))
     for note in document["notes"]:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", markup=False)
     if json:
         out.print_json(document)
 

@@ -46,6 +46,7 @@ def command(
     data = {**data, **{name: value for name, value in changes.items() if value is not None}}
     settings = parse_eval_recipe(_chosen(data, only), str(recipe))
     check_output(out_dir, overwrite=overwrite)
+    settings.refuse_missing_files()
     planned = plan_table(recipe, settings, device)
     if dry_run:
         out.stderr().print(planned)

@@ -69,6 +69,8 @@ def command(
 
     with out.stderr().status("loading the model"):
         loaded = open_model(request)
+    for note in loaded.notes:
+        out.stderr().print(f"note: {note}", markup=False)
     tokenizer = loaded.tokenizer
     if chat:
         tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}])

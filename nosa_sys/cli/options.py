@@ -133,7 +133,7 @@ class ModelFlags:
     ] = None
     rope_theta: Annotated[
         float | None,
-        _option("--rope-theta", panel=_MODEL, text="Rotary base in place of the model's, e.g. 4e5 at 16K."),
+        _option("--rope-theta", panel=_MODEL, text="Rotary base in place of the adapter's or model's."),
     ] = None
     convert_dense: Annotated[
         bool | None,

@@ -112,7 +112,8 @@ def build_request(
     rope_theta, rope_origin = settings.find("rope_theta", model.rope_theta, float)
     if rope_theta is not None and not 0 < rope_theta < math.inf:
         raise ConfigError(f"rope_theta={rope_theta} must be a finite number > 0; leave it out for the model's own")
-    settings.note("rope_theta", "as the model has" if rope_theta is None else rope_theta, rope_origin or "default")
+    base = "as the adapter's record or the model has" if rope_theta is None else rope_theta
+    settings.note("rope_theta", base, rope_origin or "default")
     need = None
     resolve_guesses(
         chosen["n_prefetch"],

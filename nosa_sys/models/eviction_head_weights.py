@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,15 +37,44 @@ def fresh_head(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
     return made
 
 
-def describe_adapter(path: Path) -> str:
-    """One line about an adapter: its file name and the label in the JSON beside it, where there is one."""
-    label_file = path.with_suffix(".json")
-    if not label_file.exists():
-        return f"eviction head from {path.name}"
+def adapter_record(path: Path) -> dict[str, Any] | None:
+    """The JSON object beside an adapter: its label and what it was trained with; None where there is none."""
+    file = path.with_suffix(".json")
     try:
-        label = json.loads(label_file.read_text(encoding="utf-8"))["label"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        raise CheckpointError(f"{label_file} must hold a JSON object with a label") from None
+        if not file.exists():
+            return None
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or "label" not in record:
+        raise CheckpointError(f"{file} must hold a JSON object with a label")
+    return record
+
+
+def describe_adapter(path: Path) -> str:
+    """One line about an adapter: its file name and the label of its record, where there is one."""
+    record = adapter_record(path)
+    if record is None:
+        return f"eviction head from {path.name}"
+    label = record["label"]
     if not isinstance(label, str) or not label.isprintable():
-        raise CheckpointError(f"{label_file}: label {label!r} must be one line of text without control characters")
+        raise CheckpointError(
+            f"{path.with_suffix('.json')}: label {label!r} must be one line of text without control characters"
+        )
     return f"eviction head from {path.name}: {label}"
+
+
+def recorded_rope_theta(path: Path) -> float | None:
+    """The rotary base that an adapter was trained under, as its record has it (``settings.rope_theta``); None where it
+    names none, and then it is the model's own."""
+    settings = (adapter_record(path) or {}).get("settings")
+    theta = settings.get("rope_theta") if isinstance(settings, dict) else None
+    if theta is None:
+        return None
+    is_number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
+    if not is_number or not 0 < theta <= sys.float_info.max:
+        raise CheckpointError(
+            f"{path.with_suffix('.json')}: settings.rope_theta {repr(theta)[:40]} must be a finite number > 0; "
+            "mend the record, or remove it and give rope_theta"
+        )
+    return float(theta)

@@ -18,7 +18,7 @@ from nosa_sys.model_shape import PRESETS, ModelShape
 from nosa_sys.models import smollm2
 from nosa_sys.models.config import LlamaConfig
 from nosa_sys.models.conversion_cache import open_converted
-from nosa_sys.models.eviction_head_weights import describe_adapter, fresh_head, take_head
+from nosa_sys.models.eviction_head_weights import describe_adapter, fresh_head, recorded_rope_theta, take_head
 from nosa_sys.models.llama import LlamaModel
 from nosa_sys.models.low_rank import add_low_rank, rank_of
 from nosa_sys.models.safetensors_reader import MAX_FILE_NAME, CheckpointTensors
@@ -78,7 +78,8 @@ def load_model(
     (smollm2-135m) from the adapter shipped with the package.
     A dense Llama has none: that is an error unless ``head`` is none or ``convert_dense`` asks for a fresh head:
     A = 0, so that beta is 0 and attention unchanged until trained, and delta drawn from N(0, 0.02) with a fixed
-    seed. ``rope_theta`` overrides the rotary base, for contexts longer than the model was trained on.
+    seed. ``rope_theta`` overrides the rotary base, for contexts longer than the model was trained on; where it is left
+    out, the one that the record beside ``adapter`` names is used (a note says so), else the model's own.
 
     Raises CheckpointError naming the file or tensor, ConfigError for a bad argument. Tensors that no Llama has are
     ignored with a warning that names them.
@@ -90,16 +91,10 @@ def load_model(
     _check_arguments(dtype, device, head, adapter, convert_dense)
     source = _open_source(name_or_path)
     notes: list[str] = []
-    config = source.config.with_dtype(dtype)
-    if rope_theta is not None:
-        if not 0 < rope_theta < math.inf:
-            raise ConfigError(
-                f"rope_theta={rope_theta} must be a finite number > 0; the model's own is {config.rope_theta:g}"
-            )
-        config = dataclasses.replace(config, rope_theta=rope_theta)
-        notes.append(f"rope_theta {source.config.rope_theta:g} replaced by {rope_theta:g}")
-    tensors = {name: source.tensors.take(name, shape) for name, shape in base_tensors(config.shape)}
     opened = None if adapter is None else CheckpointTensors.open_file(Path(adapter))
+    recorded = None if opened is None else recorded_rope_theta(opened.source)
+    config = _with_rope_theta(source.config.with_dtype(dtype), rope_theta, recorded, notes)
+    tensors = {name: source.tensors.take(name, shape) for name, shape in base_tensors(config.shape)}
     if opened is not None:
         if head == "none" and not rank_of(opened):
             raise ConfigError(f"adapter {adapter} holds a head alone, no use with head=none; leave one of them out")
@@ -114,6 +109,21 @@ def load_model(
     _compare_vocabularies(source, notes)
     model = LlamaModel(config, tensors, head=head, device=device)
     return LoadedModel(model, source.text, notes, source.tokenizer)
+
+
+def _with_rope_theta(config: LlamaConfig, given: float | None, recorded: float | None, notes: list[str]) -> LlamaConfig:
+    """``config`` with the caller's rotary base, else that of the adapter's record, else its own."""
+    if given is None:
+        if recorded is None or recorded == config.rope_theta:
+            return config
+        notes.append(f"rope_theta {recorded:g} taken from the adapter's record")
+        return dataclasses.replace(config, rope_theta=recorded)
+    if not 0 < given < math.inf:
+        raise ConfigError(f"rope_theta={given} must be a finite number > 0; the model's own is {config.rope_theta:g}")
+    notes.append(f"rope_theta {config.rope_theta:g} replaced by {given:g}")
+    if recorded is not None and recorded != given:
+        notes.append(f"rope_theta {given:g} differs from the {recorded:g} of the adapter's record")
+    return dataclasses.replace(config, rope_theta=given)
 
 
 def _check_arguments(dtype: str, device: str, head: str, adapter: str | Path | None, convert_dense: bool) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nosa_sys.errors import CapacityError, ConfigError
 from nosa_sys.experiments.equal_bytes import kept_bytes
 from nosa_sys.methods import HEADS, get_method
 from nosa_sys.model_shape import DTYPE_BYTES, ModelShape
+from nosa_sys.models import smollm2
 from nosa_sys.slot_count import GPU_SLOT_FACTOR, slots_of
 from nosa_sys.sparse_config import SparseConfig
 from nosa_sys.training.recipe import build, check_name, check_ranges
@@ -24,7 +26,7 @@ class Subject:
     """One model under one method. ``sparse`` replaces the recipe's budgets (then ``topks`` do not vary it)."""
 
     name: str
-    model: str = "smollm2-135m"
+    model: str = smollm2.NAME
     adapter: str | None = None
     method: str = "nosa"
     head: str = "ed_dma"
@@ -114,6 +116,18 @@ class EvalSettings:
     def ordered_subjects(self) -> list[Subject]:
         """The baseline first."""
         return sorted(self.subjects, key=lambda subject: subject.name != self.baseline_name)
+
+    def refuse_missing_files(self) -> None:
+        """ConfigError naming every adapter and model of a subject that is not there."""
+        paths = [subject.adapter for subject in self.subjects if subject.adapter is not None]
+        missing = [path for path in paths if not Path(path).is_file()]
+        models = [subject.model for subject in self.subjects if subject.model != smollm2.NAME]
+        missing += [path for path in models if not Path(path).exists()]
+        if missing:
+            raise ConfigError(
+                f"{self.name}: not there: {', '.join(dict.fromkeys(missing))}; nosa train makes adapters and models "
+                "(experiments/train-NAME.yaml with --out out/train-NAME), or choose other subjects with --only"
+            )
 
     def budgets(self) -> list[SparseConfig]:
         """The budgets asked for, one a k."""

@@ -231,7 +231,8 @@ class Trainer:
             "label": f"{settings.name}: {settings.trained} trained for {self.step} steps of "
             f"{settings.batch * settings.length} tokens, seed {settings.seed}{score}",
             "base_model": self.loaded.source,
-            **{key: document[key] for key in ("settings", "tokens", "held_out_loss", "texts", "versions")},
+            "settings": {**document["settings"], "rope_theta": self.loaded.model.config.rope_theta},  # for load_model
+            **{key: document[key] for key in ("tokens", "held_out_loss", "texts", "versions")},
         }
         if settings.trained == "all":
             write_checkpoint(self.directory / MODEL, self.model.engine_model(), self.loaded.tokenizer)

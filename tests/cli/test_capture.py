@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nosa_sys.cli.options import EngineFlags
 from nosa_sys.engine.cuda.schedules import STEP_SCHEDULES
 from nosa_sys.engine.setup import AUTO
+from nosa_sys.models.weights import head_tensors
 from nosa_sys.traces.reader import Trace
 from tests.cli.conftest import BUDGETS, KERNEL, Nosa
+from tests.cli.tiny_checkpoint import SHAPE
 
 
 def test_capture_leaves_a_whole_trace_and_a_summary(nosa: Nosa, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
@@ -165,6 +169,23 @@ def test_generate_streams_text_and_same_seed_gives_same_text(nosa: Nosa, checkpo
     plain = nosa(*arguments, *BUDGETS, *KERNEL)
     assert plain.status == 0
     assert plain.out.endswith("\n")
+
+
+def test_generate_names_its_adapter_and_the_rotary_base_of_its_record(
+    nosa: Nosa, checkpoint: Path, tmp_path: Path
+) -> None:
+    head = {name: torch.zeros(size) for name, size in head_tensors(SHAPE)}
+    save_file(head, tmp_path / "adapter.safetensors")
+    record = {"label": "zeros [bold]everywhere[/bold]", "settings": {"rope_theta": 400000.0}}
+    (tmp_path / "adapter.json").write_text(json.dumps(record))
+    arguments = ("generate", "--model", checkpoint, "--prompt", "once upon a time", "--max-new-tokens", 2)
+    result = nosa(*arguments, *BUDGETS, *KERNEL, "--adapter", tmp_path / "adapter.safetensors")
+    assert result.status == 0, result.err
+    lines = result.err.splitlines()
+    assert "note: eviction head from adapter.safetensors: zeros [bold]everywhere[/bold]" in lines
+    assert "note: rope_theta 400000 taken from the adapter's record" in lines
+    assert "note" not in result.out
+    assert "note" not in nosa(*arguments, *BUDGETS, *KERNEL).err
 
 
 def engine_run(prompt: Path, checkpoint: Path, out: Path, *more: object) -> tuple[object, ...]:

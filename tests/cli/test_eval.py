@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import yaml
 
 from tests.cli.conftest import Nosa
 
@@ -92,8 +93,44 @@ def test_wrong_requests_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_all_missing_files_are_named_before_anything_is_read(
+    nosa: Nosa, recipe: Path, tmp_path: Path, dry: tuple[str, ...]
+) -> None:
+    """Not even the texts: there are none here. Each missing file is named once, and none that is there."""
+    (tmp_path / "there.safetensors").touch()
+    (tmp_path / "folder").mkdir()
+    with recipe.open("a") as file:
+        for name, keys in {
+            "a": f"adapter: {tmp_path}/a.safetensors",
+            "b": f"adapter: {tmp_path}/a.safetensors, model: {tmp_path}/gone",
+            "c": f"adapter: {tmp_path}/there.safetensors, model: smollm2-135m",
+            "d": f"adapter: {tmp_path}/folder, model: smollm2-136m",
+        }.items():
+            file.write(f"  - {{name: {name}, {keys}}}\n")
+    arguments = ("eval", recipe, "--texts", tmp_path / "no-texts", "--out", tmp_path / "out", *dry)
+    done = nosa(*arguments)
+    assert done.status == 2
+    (line,) = done.err.splitlines()
+    missing = [f"{tmp_path}/a.safetensors", f"{tmp_path}/folder", f"{tmp_path}/gone", "smollm2-136m"]
+    assert f"not there: {', '.join(missing)}; nosa train makes" in line
+    assert "there.safetensors" not in line
+    assert not (tmp_path / "out").exists()
+    others = nosa(*arguments, "--only", "dense,nosa,c", "--dry-run")
+    assert others.status == 0, others.err
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("eval-*.yaml")), ids=lambda path: path.stem)
-def test_shipped_recipes_are_valid(nosa: Nosa, path: Path, texts: Path, tmp_path: Path) -> None:
-    done = nosa("eval", path, "--texts", texts, "--out", tmp_path / "out", "--dry-run", "--json")
+def test_shipped_recipes_are_valid(
+    nosa: Nosa, path: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all is there that they name: empty files serve a dry run."""
+    monkeypatch.chdir(tmp_path)
+    for subject in yaml.safe_load(path.read_text())["subjects"]:
+        for name in (subject.get("adapter"), subject.get("model")):
+            if name is not None:
+                Path(name).parent.mkdir(parents=True, exist_ok=True)
+                Path(name).touch()
+    done = nosa("eval", path, "--texts", texts, "--out", tmp_path / "done", "--dry-run", "--json")
     assert done.status == 0, done.err
     assert len(done.document["subjects"]) >= 3

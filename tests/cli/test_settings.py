@@ -42,7 +42,7 @@ def test_case_28_a_rotary_base_has_its_origin_and_is_checked_by_a_dry_run(
     config.write_text("rope_theta: 400000\n")
     common = ("generate", "--model", checkpoint, "--prompt-file", prompt, "--dry-run", "--json")
     for flags, value, origin in (
-        ((), "as the model has", "default"),
+        ((), "as the adapter's record or the model has", "default"),
         (("--config", config), 400000.0, "file"),
         (("--config", config, "--rope-theta", 5e5), 500000.0, "flag"),
     ):

@@ -16,7 +16,7 @@ from torch import Tensor
 from nosa_sys.errors import ConfigError
 from nosa_sys.experiments import head_grid
 from nosa_sys.experiments.head_grid import SCALES, count_tied, grid_rows
-from nosa_sys.experiments.head_numerics import N_QUERIES, count_not_finite, document_rows
+from nosa_sys.experiments.head_numerics import N_QUERIES, count_not_finite, document_rows, main
 from nosa_sys.experiments.head_precision import cores, kept_means, precision_rows, see_document
 from nosa_sys.kernels.eviction_head.reference import MAX_EXPONENT
 from nosa_sys.sparse_config import SparseConfig
@@ -140,6 +140,17 @@ def test_masses_are_those_of_the_evaluation() -> None:
     assert dma["entropy_nats"] != ed_dma["entropy_nats"]
     with pytest.raises(ConfigError, match="90 tokens are all within k = 5 blocks; give 96"):
         document_rows(model, ids[:90], SPARSE)
+
+
+def test_without_triton_the_reference_is_counted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it cannot be imported, though the environment asks for its interpreter."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["--out", str(tmp_path), "--tokens", "0"]) == 0
+    document = json.loads((tmp_path / "numerics.json").read_text())
+    assert {row["implementation"] for row in document["rows"]} == {"reference"}
+    (note,) = document["notes"]
+    assert note.startswith("without the Triton kernel: triton is not installed; pip install")
 
 
 def test_the_command_counts_the_kernel_too(tmp_path: Path) -> None:

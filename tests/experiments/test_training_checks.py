@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nosa_sys.experiments import training_checks
+from nosa_sys.experiments import gradient_checks, training_checks
 from nosa_sys.experiments.gradient_checks import FORM_CASES, difference_rows, form_row, sharing
 from nosa_sys.experiments.training_checks import BOUND, main, summary
 from nosa_sys.training import model as model_module
@@ -85,6 +87,38 @@ def test_a_missed_bound_is_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         document = json.loads((tmp_path / "checks.json").read_text())
         assert [line["met"] for line in document["summary"]] == [status == 0]
     assert main(["--out", str(tmp_path), "--device", "tpu"]) == 2
+
+
+def test_without_triton_its_forms_are_left_out_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it cannot be imported, though the environment asks for its interpreter; the other rows stay."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(training_checks, "difference_rows", lambda *model: [])
+    monkeypatch.setattr(gradient_checks, "FORM_CASES", FORM_CASES[:1])
+    monkeypatch.setattr(gradient_checks, "ATTENTION_NAMES", ("sdpa", "triton"))  # torch keeps in mind what flex found
+    for name in ("resumed_row", "frozen_row"):
+        monkeypatch.setattr(training_checks, name, lambda *of: {"part": "none"})
+    assert main(["--out", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "checks.json").read_text())
+    (note,) = document["notes"]
+    assert note.startswith("without the Triton kernels: triton is not installed; pip install")
+    found = {part: [row["form"] for row in document["rows"] if row["part"] == part] for part in ("form", "model form")}
+    assert found == {"form": ["sdpa"], "model form": ["sdpa"] * 4}
+
+
+@pytest.mark.parametrize("module", ["training_checks", "head_numerics", "kernel_limits"])
+def test_a_gpu_without_triton_is_one_line(module: str, tmp_path: Path) -> None:
+    """A process of its own, in which torch claims a GPU and triton cannot be imported."""
+    claim = (
+        "import runpy, sys, torch; sys.modules['triton'] = None; torch.cuda.is_available = lambda: True; "
+        f"torch.cuda.device_count = lambda: 1; runpy.run_module('nosa_sys.experiments.{module}', run_name='__main__')"
+    )
+    arguments = ["--out", str(tmp_path / "out"), *([] if module == "kernel_limits" else ["--device", "cuda"])]
+    done = subprocess.run([sys.executable, "-c", claim, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("triton is not installed; pip install -e '.[gpu]'")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_summary_names_what_differs() -> None:

@@ -125,6 +125,63 @@ def test_rope_theta_override_is_noted(checkpoint: Callable[..., Path]) -> None:
     assert "rope_theta 10000 replaced by 400000" in loaded.notes
 
 
+def write_adapter(directory: Path, record: str) -> Path:
+    save_file({name: torch.full(size, 0.25) for name, size in head_tensors(TINY)}, directory / "a.safetensors")
+    (directory / "a.json").write_text(record)
+    return directory / "a.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "given", "used", "note"),
+    [
+        ("400000.0", None, 4e5, "rope_theta 400000 taken from the adapter's record"),
+        ("400000", None, 4e5, "rope_theta 400000 taken from the adapter's record"),
+        ("400000.0", 2e5, 2e5, "rope_theta 200000 differs from the 400000 of the adapter's record"),
+        ("400000.0", 4e5, 4e5, "rope_theta 10000 replaced by 400000"),
+        ("null", None, 1e4, None),
+        ("10000.0", None, 1e4, None),
+        ("null", 2e5, 2e5, "rope_theta 10000 replaced by 200000"),
+    ],
+)
+def test_rotary_base_of_the_adapters_record(
+    checkpoint: Callable[..., Path], tmp_path: Path, recorded: str, given: float | None, used: float, note: str | None
+) -> None:
+    """The caller's before the record's before the model's own."""
+    adapter = write_adapter(tmp_path, f'{{"label": "x", "settings": {{"rope_theta": {recorded}}}}}')
+    directory = checkpoint()
+    loaded = load_model(directory, adapter=adapter, rope_theta=given)
+    assert loaded.model.config.rope_theta == used
+    notes = [line for line in loaded.notes if "rope_theta" in line]
+    assert notes[-1:] == ([] if note is None else [note])
+    assert len(notes) == (2 if note is not None and "differs" in note else len(notes[-1:]))
+    same = load_model(directory, rope_theta=used).model
+    assert torch.equal(loaded.model.rope_frequencies, same.rope_frequencies)
+
+
+@pytest.mark.parametrize(
+    "theta", ["0", "-1", '"4e5"', "true", "[4e5]", "NaN", "Infinity", "1" + 400 * "0", '"\\u001b[31m\\n"', "{}"]
+)
+def test_a_recorded_rotary_base_that_is_none_is_refused(
+    checkpoint: Callable[..., Path], tmp_path: Path, theta: str
+) -> None:
+    adapter = write_adapter(tmp_path, f'{{"label": "x", "settings": {{"rope_theta": {theta}}}}}')
+    directory = checkpoint()
+    for given in (None, 4e5):
+        text = refusal(directory, adapter=adapter, rope_theta=given)
+        assert "a.json: settings.rope_theta" in text
+        assert "must be a finite number > 0" in text
+        assert text.isprintable()
+
+
+@pytest.mark.parametrize("more", ["", ', "settings": [1]', ', "settings": {}'])
+def test_a_record_without_a_rotary_base_leaves_the_models_own(
+    checkpoint: Callable[..., Path], tmp_path: Path, more: str
+) -> None:
+    loaded = load_model(checkpoint(), adapter=write_adapter(tmp_path, f'{{"label": "x"{more}}}'))
+    assert loaded.model.config.rope_theta == 1e4
+    assert loaded.notes == ["eviction head from a.safetensors: x"]
+
+
 def test_unknown_tensor_is_warned_of_by_name(checkpoint: Callable[..., Path]) -> None:
     directory = checkpoint(change=lambda t: t.update({"vision.weight": torch.ones(2)}))
     with pytest.warns(UserWarning, match=r"unknown tensor vision\.weight"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,20 @@ def test_head_adapters_load_again(tmp_path: Path) -> None:
     for ours, theirs in zip(loaded.model.layers, run.model.base.layers, strict=True):
         assert torch.equal(ours.A, theirs.A)
         assert torch.equal(ours.delta, theirs.delta)
+
+
+def test_an_adapter_says_under_which_rotary_base_it_was_trained(tmp_path: Path) -> None:
+    """Though the recipe named none: it may be the model's own, or that of the adapter which the run began with."""
+    from nosa_sys.training.export import write_checkpoint
+
+    write_checkpoint(tmp_path / "base", tiny(head="none"), None)
+    run = trainer(tmp_path / "run", steps=2)
+    run.loaded.model.config = dataclasses.replace(run.loaded.model.config, rope_theta=7e4)
+    run.run()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["settings"]["rope_theta"] is None
+    loaded = load_model(tmp_path / "base", adapter=tmp_path / "run" / "adapter.safetensors")
+    assert loaded.model.config.rope_theta == 7e4
+    assert "rope_theta 70000 taken from the adapter's record" in loaded.notes
 
 
 def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
