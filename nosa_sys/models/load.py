@@ -120,7 +120,8 @@ def _with_rope_theta(config: LlamaConfig, given: float | None, recorded: float |
         return dataclasses.replace(config, rope_theta=recorded)
     if not 0 < given < math.inf:
         raise ConfigError(f"rope_theta={given} must be a finite number > 0; the model's own is {config.rope_theta:g}")
-    notes.append(f"rope_theta {config.rope_theta:g} replaced by {given:g}")
+    if given != config.rope_theta:
+        notes.append(f"rope_theta {config.rope_theta:g} replaced by {given:g}")
     if recorded is not None and recorded != given:
         notes.append(f"rope_theta {given:g} differs from the {recorded:g} of the adapter's record")
     return dataclasses.replace(config, rope_theta=given)
