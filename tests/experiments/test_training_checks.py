@@ -16,6 +16,7 @@ from torch import Tensor
 from nosa_sys.experiments import gradient_checks, training_checks
 from nosa_sys.experiments.gradient_checks import FORM_CASES, difference_rows, form_row, sharing
 from nosa_sys.experiments.training_checks import BOUND, main, summary
+from nosa_sys.kernels import launch
 from nosa_sys.training import model as model_module
 
 HEAD_PARTS = {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ("A", "delta.weight")}
@@ -90,12 +91,11 @@ def test_a_missed_bound_is_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_without_triton_its_forms_are_left_out_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it cannot be imported, though the environment asks for its interpreter; the other rows stay."""
-    monkeypatch.setitem(sys.modules, "triton", None)
+    """Where it is not installed, though the environment asks for its interpreter; the other rows stay."""
+    monkeypatch.setattr(launch, "has_triton", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(training_checks, "difference_rows", lambda *model: [])
     monkeypatch.setattr(gradient_checks, "FORM_CASES", FORM_CASES[:1])
-    monkeypatch.setattr(gradient_checks, "ATTENTION_NAMES", ("sdpa", "triton"))  # torch keeps in mind what flex found
     for name in ("resumed_row", "frozen_row"):
         monkeypatch.setattr(training_checks, name, lambda *of: {"part": "none"})
     assert main(["--out", str(tmp_path)]) == 0
@@ -103,7 +103,7 @@ def test_without_triton_its_forms_are_left_out_with_a_note(tmp_path: Path, monke
     (note,) = document["notes"]
     assert note.startswith("without the Triton kernels: triton is not installed; pip install")
     found = {part: [row["form"] for row in document["rows"] if row["part"] == part] for part in ("form", "model form")}
-    assert found == {"form": ["sdpa"], "model form": ["sdpa"] * 4}
+    assert found == {"form": ["sdpa", "flex"], "model form": ["sdpa"] * 4}
 
 
 @pytest.mark.parametrize("module", ["training_checks", "head_numerics", "kernel_limits"])
